@@ -1,0 +1,76 @@
+"""knit_data: the loader between rollout and training in LLM reinforcement learning."""
+
+from __future__ import annotations
+
+from knit_data import integrations
+from knit_data.admission import AdmittedMiniBatch
+from knit_data.batch import MicroBatch
+from knit_data.errors import (
+    CorruptData,
+    InvalidArgument,
+    InvalidGroup,
+    InvalidTrajectory,
+    KeyMissing,
+    KnitError,
+    RankError,
+    ShortRead,
+    StateError,
+    StoreClosed,
+    StoreError,
+    Unreachable,
+    UsageError,
+    WaitTimeout,
+    WriterConflict,
+)
+from knit_data.groups import GroupPolicy, group_advantages
+from knit_data.infos import InfoTable, TrajectoryInfo
+from knit_data.loader import MiniBatch, TrajectoryLoader
+from knit_data.planning import Padding
+from knit_data.quotas import Quotas, at_least, at_most
+from knit_data.sampler import QuotaSampler
+from knit_data.staleness import Staleness
+from knit_data.store import Demand, StoreWriter, TrajectoryStore
+from knit_data.stream import TrajectoryStream
+from knit_data.trajectory import Media, MediaRef, Trajectory
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdmittedMiniBatch",
+    "CorruptData",
+    "Demand",
+    "GroupPolicy",
+    "InfoTable",
+    "InvalidArgument",
+    "InvalidGroup",
+    "InvalidTrajectory",
+    "KeyMissing",
+    "KnitError",
+    "Media",
+    "MediaRef",
+    "MicroBatch",
+    "MiniBatch",
+    "Padding",
+    "QuotaSampler",
+    "Quotas",
+    "RankError",
+    "ShortRead",
+    "Staleness",
+    "StateError",
+    "StoreClosed",
+    "StoreError",
+    "StoreWriter",
+    "Trajectory",
+    "TrajectoryInfo",
+    "TrajectoryLoader",
+    "TrajectoryStore",
+    "TrajectoryStream",
+    "Unreachable",
+    "UsageError",
+    "WaitTimeout",
+    "WriterConflict",
+    "at_least",
+    "at_most",
+    "group_advantages",
+    "integrations",
+]

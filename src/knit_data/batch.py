@@ -1,0 +1,89 @@
+"""What one forward and backward takes: a mapping of names to tensors, and what belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knit_data.errors import InvalidArgument
+from knit_data.infos import TrajectoryInfo
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch(Mapping[str, Tensor]):
+    """Trajectories of one rank, packed ``[T, ...]`` or padded ``[B, L, ...]``.
+
+    Always there: ``input_ids``; ``labels`` (int64, ``labels[t] = input_ids[t + 1]`` inside a trajectory; -100 at its
+    last token, on padding, and where ``targets("loss_mask")`` is 0); ``position_ids``; ``loss_mask`` (float32);
+    ``cu_seqlens`` (int32); ``attention_mask`` (int64, padded only). Then every column, and every value ``[n, *shape]``
+    in the order of ``infos``.
+
+    ids [5, 6, 7] with loss mask [0, 0, 1]: labels [-100, 7, -100], ``targets("loss_mask")`` [0, 1, 0].
+    """
+
+    tensors: Mapping[str, Tensor]
+    infos: tuple[TrajectoryInfo, ...]
+    layout: str
+    max_seqlen: int
+    is_last: bool  # of its pass over the mini-batch
+    columns: frozenset[str]  # names with an entry per token
+    rows: Tensor  # int32, per slot: which of infos it belongs to; len(infos) on padding
+    masked: tuple[str, ...] = ()  # ids whose data was corrupt and is masked out
+    media: tuple[Any, ...] = ()
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise KeyError(f"{name!r} is not in this micro-batch; it has {sorted(self.tensors)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def is_padding(self) -> bool:
+        """Holds no trajectory: two tokens that keep this rank in step with the others."""
+        return not self.infos
+
+    def targets(self, name: str) -> Tensor:
+        """A column moved to the position whose logits predict it, which is the labels' alignment.
+
+        ``targets(x)[t] = x[t + 1]`` inside a trajectory, 0 at its last token and on padding.
+        """
+        if name not in self.columns:
+            raise InvalidArgument(f"targets({name!r}): not a per-token column; those are {sorted(self.columns)}.")
+        column = self.tensors[name]
+        flat = column if self.layout == "packed" else column.flatten(0, 1)
+        inside = (self.rows[:-1] == self.rows[1:]) & (self.rows[:-1] < len(self.infos))
+        out = torch.zeros_like(flat)
+        shape = [-1, *[1] * (flat.ndim - 1)]
+        out[:-1] = torch.where(inside.view(shape), flat[1:], torch.zeros((), dtype=flat.dtype, device=flat.device))
+        return out.view(column.shape)
+
+    def to_tokens(self, name: str) -> Tensor:
+        """A per-trajectory value on its tokens: ``[T, *shape]`` or ``[B, L, *shape]``, 0 on padding."""
+        if name in self.columns or name not in self.tensors or name in ("labels", "cu_seqlens", "attention_mask"):
+            known = sorted(set(self.tensors) - self.columns - {"labels", "cu_seqlens", "attention_mask"})
+            raise InvalidArgument(f"to_tokens({name!r}): not a per-trajectory value; those are {known}.")
+        value = self.tensors[name]
+        filled = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
+        return filled.index_select(0, self.rows).view(*self.tensors["input_ids"].shape, *value.shape[1:])
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments for a Hugging Face model.
+
+        Packed, a batch dimension of 1 is added and ``position_ids`` that restart keep trajectories apart (there is no
+        attention mask). No labels: the model would shift them again.
+        """
+        ids, positions = self.tensors["input_ids"], self.tensors["position_ids"]
+        if self.layout == "padded":
+            inputs = {"input_ids": ids, "attention_mask": self.tensors["attention_mask"], "position_ids": positions}
+            return {**inputs, "use_cache": False}
+        return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}

@@ -1,0 +1,349 @@
+"""From byte ranges in segments to the tensors of one micro-batch, in one arena.
+
+Every field has its place in the arena, 64-byte aligned; a trajectory's bytes are read straight to where they stay,
+and trajectories that lie together in a segment and in the batch are read as one range. Padding, positions, labels
+and cumulative lengths are written beside them, so that one copy moves a micro-batch to its device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knit_data.arena import ALIGN, ArenaPool
+from knit_data.batch import MicroBatch
+from knit_data.errors import CorruptData, InvalidArgument, KnitError, ShortRead
+from knit_data.infos import Array, Field, InfoTable, Schema
+from knit_data.planning import Layout, Padding
+from knit_data.share import Share
+from knit_data.store.backend import Read
+from knit_data.store.segment import checksum, torch_dtype
+from knit_data.store.store import TrajectoryStore
+
+IGNORE = -100  # the label that cross entropy skips
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where each trajectory stands: slot ``starts[i] + t`` is token t of row i. Padded slots are b * L + t."""
+
+    lengths: Array  # [n] tokens
+    starts: Array  # [n]
+    extents: Array  # [n] slots, padding included
+    total: int
+    shape: tuple[int, ...]  # (T,) or (B, L)
+
+    @property
+    def full(self) -> bool:
+        return int(self.lengths.sum()) == self.total
+
+
+@dataclass(eq=False)
+class Timing:
+    """What collating cost, in seconds and bytes, summed up by the loader."""
+
+    read_s: float = 0.0
+    verify_s: float = 0.0
+    bytes_read: int = 0
+    masked: int = 0
+
+
+@dataclass(eq=False)
+class _Place:
+    """One field of the arena while it is built."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at: int = 0
+    hidden: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(eq=False)
+class Collator:
+    """Builds micro-batches of one layout on one device. One thread at a time."""
+
+    store: TrajectoryStore
+    layout: Layout
+    padding: Padding
+    device: torch.device
+    fields: frozenset[str] | None
+    on_corrupt: str = "raise"
+    pool: ArenaPool = field(default_factory=ArenaPool)
+    timing: Timing = field(default_factory=Timing)
+
+    def __call__(self, share: Share, j: int, fields: frozenset[str] | None = None) -> MicroBatch:
+        """Micro-batch j of this share; ``fields`` narrows the loader's own choice for an extra pass."""
+        table = share.table.take(np.arange(share.ptr[j], share.ptr[j + 1]))
+        slots = lay_out(table.columns["n_tokens"].astype(np.int64), self.layout, self.padding)
+        wanted = self._wanted(table, self.fields if fields is None else fields)
+        places = self._places(table, slots, wanted)
+        size = 0
+        for place in places.values():
+            place.at, size = size, -(-(size + place.nbytes) // ALIGN) * ALIGN
+        arena, owner = self.pool.lease(size)
+        views = {name: _view(arena, place) for name, place in places.items()}
+        masked = self._fill(share, table, slots, views, places)
+        del arena, views
+        owner = owner.to(self.device)
+        tensors = {n: _tensor(owner, p) for n, p in places.items() if not p.hidden}
+        per_token = {f.name for f in table.schema.fields if f.per_token} | {"loss_mask", "position_ids"}
+        return MicroBatch(
+            tensors,
+            tuple(table.infos()),
+            self.layout,
+            int(np.diff(_cumulative(slots, "packed")).max()),
+            j + 1 == share.count,
+            frozenset(per_token & tensors.keys()),
+            _tensor(owner, places["rows"]),
+            tuple(table[i].id for i in masked),
+        )
+
+    # -- what and where ---------------------------------------------------------------------------------------------
+
+    def _wanted(self, table: InfoTable, asked: frozenset[str] | None) -> list[str]:
+        have = [*table.schema.names, *table.value_names]
+        if asked is None:
+            return have
+        unknown = asked - set(have) - {"labels", "position_ids", "cu_seqlens", "attention_mask"}
+        if unknown:
+            raise InvalidArgument(f"fields {sorted(unknown)} are not in this store; it has {sorted(have)}.")
+        return [name for name in have if name in asked or name in ("input_ids", "loss_mask", "position_ids")]
+
+    def _places(self, table: InfoTable, slots: Slots, wanted: Sequence[str]) -> dict[str, _Place]:
+        n = len(table)
+        out = [_Place("labels", torch.int64, slots.shape), _Place("loss_mask", torch.float32, slots.shape)]
+        out += [_Place("cu_seqlens", torch.int32, (len(_cumulative(slots, self.layout)),))]
+        out += [_Place("rows", torch.int32, (slots.total,), hidden=True)]
+        if self.layout == "padded":
+            out.append(_Place("attention_mask", torch.int64, slots.shape))
+        if "position_ids" not in table.schema.names:
+            out.append(_Place("position_ids", torch.int64, slots.shape))
+        if (table.columns["mask_bytes"] == 1).any():
+            out.append(_Place("mask_bytes", torch.uint8, (slots.total,), hidden=True))
+        for f in table.schema.fields:
+            if f.name in wanted:
+                lead = slots.shape if f.per_token else (n,)
+                out.append(_Place(f.name, torch_dtype(f.dtype), (*lead, *f.shape)))
+        for name in table.value_names:
+            if name in wanted:
+                dtype = torch.from_numpy(table.columns[f"value.{name}"][:0]).dtype
+                out.append(_Place(name, dtype, (n,)))
+        # wide elements first, only to keep the order stable; every field starts aligned anyway
+        return {p.name: p for p in sorted(out, key=lambda p: (p.hidden, -p.dtype.itemsize, p.name))}
+
+    # -- filling ----------------------------------------------------------------------------------------------------
+
+    def _fill(
+        self, share: Share, table: InfoTable, slots: Slots, views: dict[str, Array], places: dict[str, _Place]
+    ) -> list[int]:
+        """Everything into the arena; the rows that were corrupt and are masked."""
+        ids = views["input_ids"]
+        if not slots.full:
+            for f in table.schema.fields:
+                if f.per_token and f.name in views:
+                    views[f.name].view(np.uint8)[...] = 0
+            ids.reshape(-1)[...] = self.padding.token_id
+        rows = views["rows"]
+        rows[...] = len(table)
+        _spread(rows, slots, np.arange(len(table)))
+        masked = self._read(share, table, slots, views, places)
+        self._masks(table, slots, views, masked)
+        for i in masked:
+            self._blank(table.schema, slots, views, i)
+        for name in table.value_names:
+            if name in views:
+                views[name][...] = table.columns[f"value.{name}"]
+        _labels(views, slots)
+        views["cu_seqlens"][...] = _cumulative(slots, self.layout)
+        if "position_ids" not in table.schema.names:
+            _positions(views["position_ids"].reshape(-1), slots, self.layout)
+        if "attention_mask" in views:
+            views["attention_mask"].reshape(-1)[...] = rows < len(table)
+        return masked
+
+    def _read(
+        self, share: Share, table: InfoTable, slots: Slots, views: dict[str, Array], places: dict[str, _Place]
+    ) -> list[int]:
+        """Ranges from the store to their final place, verified. Returns the rows to mask."""
+        keys, names = self._keys(share, table), table.schema.names
+        reads: list[Read] = []
+        owners: list[tuple[int, int]] = []  # per range: first row, and one past its last
+        checks: list[tuple[int, str, memoryview]] = []
+        jobs: list[tuple[str, int, Array, Array]] = []  # field, column, start and length of each row in bytes
+        for f in table.schema.fields:
+            if f.name in views:
+                jobs.append((f.name, names.index(f.name), *_byte_ranges(f, slots)))
+        mask_bytes = table.columns["mask_bytes"]
+        for width, name in ((1, "mask_bytes"), (4, "loss_mask")):
+            if (mask_bytes == width).any():
+                lengths = np.where(mask_bytes == width, slots.lengths * width, 0)
+                jobs.append((name, len(names) - 1, slots.starts * width, lengths))
+        for name, column, starts, lengths in jobs:
+            raw = memoryview(views[name].reshape(-1).view(np.uint8)) if views[name].size else memoryview(b"")
+            at = table.columns["offsets"][:, column]
+            for first, last in _joined(keys, at, starts, lengths):
+                begin, end = int(starts[first]), int(starts[last - 1] + lengths[last - 1])
+                reads.append(Read(keys[first], int(at[first]), raw[begin:end]))
+                owners.append((first, last))
+            for i in np.flatnonzero(lengths).tolist():
+                checks.append((i, name, raw[int(starts[i]) : int(starts[i] + lengths[i])]))
+        began = time.perf_counter()
+        errors = self.store.backend.read_into(reads)
+        self.timing.read_s += time.perf_counter() - began
+        self.timing.bytes_read += sum(len(r.out) for r in reads)
+        bad: dict[int, KnitError] = {}
+        for error, (first, last) in zip(errors, owners, strict=True):
+            if error is not None:
+                bad.update(dict.fromkeys(range(first, last), error))
+        self._verify(table, checks, bad)
+        return self._judge(table, keys, bad)
+
+    def _verify(self, table: InfoTable, checks: list[tuple[int, str, memoryview]], bad: dict[int, KnitError]) -> None:
+        began = time.perf_counter()
+        sums, names = table.columns["checksums"], table.schema.names
+        for i, name, data in checks:
+            column = names.index("loss_mask" if name == "mask_bytes" else name)
+            if i not in bad and checksum(data) != int(sums[i, column]):
+                bad[i] = CorruptData(
+                    f"{names[column]} of trajectory {table[i].id!r}: {len(data)} bytes do not match their checksum"
+                )
+        self.timing.verify_s += time.perf_counter() - began
+
+    def _judge(self, table: InfoTable, keys: Sequence[str], bad: dict[int, KnitError]) -> list[int]:
+        for i, error in bad.items():
+            broken = isinstance(error, (CorruptData, ShortRead))
+            if self.on_corrupt == "mask" and broken:
+                continue
+            if not broken:
+                raise error
+            raise CorruptData(
+                f"{self.store.url}: {keys[i]}: {error}; trajectory {table[i].id!r} cannot be trained on. Restore the "
+                "file, or pass on_corrupt='mask'."
+            )
+        self.timing.masked += len(bad)
+        return sorted(bad)
+
+    def _keys(self, share: Share, table: InfoTable) -> list[str]:
+        cells = zip(table.columns["writer"].tolist(), table.columns["segment"].tolist(), strict=True)
+        return [self.store.segment_key(share.names[w], s) for w, s in cells]
+
+    def _masks(self, table: InfoTable, slots: Slots, views: dict[str, Array], masked: Sequence[int]) -> None:
+        """The loss mask as float32, whichever way it is stored; 0 on padding and corrupt rows."""
+        out, kind = views["loss_mask"].reshape(-1), table.columns["mask_bytes"]
+        row_kind = np.append(kind, -1)[views["rows"]]
+        if "mask_bytes" in views:
+            np.copyto(out, views["mask_bytes"] != 0, where=row_kind == 1)
+        out[row_kind == 0] = 1.0
+        out[row_kind == -1] = 0.0
+        out[slots.starts] = 0.0
+
+    def _blank(self, schema: Schema, slots: Slots, views: dict[str, Array], i: int) -> None:
+        """A corrupt trajectory: pad ids, zero columns, loss mask 0; its length stays."""
+        span = slice(int(slots.starts[i]), int(slots.starts[i] + slots.lengths[i]))
+        for f in schema.fields:
+            if f.name in views:
+                flat = views[f.name].reshape(slots.total if f.per_token else len(views[f.name]), -1)
+                flat[span if f.per_token else i] = 0
+        views["input_ids"].reshape(-1)[span] = self.padding.token_id
+        views["loss_mask"].reshape(-1)[span] = 0
+
+
+def lay_out(lengths: Array, layout: Layout, padding: Padding) -> Slots:
+    """Slots of one micro-batch. Without trajectories: two tokens of padding.
+
+    Packed, ``sequence_to=4, total_to=8``, lengths [5, 3]: extents [8, 4], starts [0, 8], T = 16. Padded: L = 8.
+    """
+    n, real = len(lengths), lengths if len(lengths) else np.array([2])
+    up = -(-real // padding.sequence_to) * padding.sequence_to
+    if layout == "padded":
+        width = int(up.max())
+        up = np.full(len(real), width)
+        shape: tuple[int, ...] = (len(real), width)
+        total = len(real) * width
+    else:
+        total = -(-int(up.sum()) // padding.total_to) * padding.total_to
+        shape = (total,)
+    return Slots(lengths, (np.cumsum(up) - up)[:n], up, total, shape)
+
+
+def _view(arena: Array, place: _Place) -> Array:
+    kinds: dict[torch.dtype, Any] = {torch.bfloat16: np.int16, torch.bool: np.uint8}
+    dtype = kinds.get(place.dtype) or torch.empty(0, dtype=place.dtype).numpy().dtype
+    return arena[place.at : place.at + place.nbytes].view(dtype).reshape(place.shape)
+
+
+def _tensor(owner: Tensor, place: _Place) -> Tensor:
+    return owner[place.at : place.at + place.nbytes].view(place.dtype).view(place.shape)
+
+
+def _byte_ranges(f: Field, slots: Slots) -> tuple[Array, Array]:
+    if f.per_token:
+        return slots.starts * f.row_bytes, slots.lengths * f.row_bytes
+    n = len(slots.lengths)
+    return np.arange(n) * f.row_bytes, np.full(n, f.row_bytes)
+
+
+def _joined(keys: Sequence[str], at: Array, starts: Array, lengths: Array) -> list[tuple[int, int]]:
+    """Runs of rows whose bytes are neighbours in the file and in the arena; rows of no bytes are left out."""
+    out: list[tuple[int, int]] = []
+    used = np.flatnonzero(lengths)
+    if not len(used):
+        return out
+    a, b = used[:-1], used[1:]
+    near = (a + 1 == b) & (at[a] + lengths[a] == at[b]) & (starts[a] + lengths[a] == starts[b])
+    first = int(used[0])
+    for left, right, joins in zip(a.tolist(), b.tolist(), near.tolist(), strict=True):
+        if not (joins and keys[left] == keys[right]):
+            out.append((first, left + 1))
+            first = right
+    return [*out, (first, int(used[-1]) + 1)]
+
+
+def _spread(out: Array, slots: Slots, values: Array) -> None:
+    """``values[i]`` on every token of row i."""
+    if len(values):
+        out[_token_slots(slots)] = np.repeat(values, slots.lengths)
+
+
+def _token_slots(slots: Slots) -> Array:
+    ends = np.cumsum(slots.lengths)
+    return np.arange(int(ends[-1])) + np.repeat(slots.starts - (ends - slots.lengths), slots.lengths)
+
+
+def _cumulative(slots: Slots, layout: Layout) -> Array:
+    """Packed: padded extents, ending at T. Padded: real lengths, [B + 1]."""
+    if layout == "padded":
+        lengths = slots.lengths if len(slots.lengths) else slots.extents
+        return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    ends = np.concatenate([[0], np.cumsum(slots.extents)])
+    return (ends if ends[-1] == slots.total else np.append(ends, slots.total)).astype(np.int32)
+
+
+def _positions(out: Array, slots: Slots, layout: Layout) -> None:
+    """Packed: restart in every extent, the tail's included. Padded: 0 to n - 1, then 0."""
+    bounds = _cumulative(slots, "packed")
+    out[...] = np.arange(slots.total) - np.repeat(bounds[:-1], np.diff(bounds))
+    if layout == "padded" and len(slots.lengths):
+        real = np.zeros(slots.total, bool)
+        real[_token_slots(slots)] = True
+        out[~real] = 0
+
+
+def _labels(views: dict[str, Array], slots: Slots) -> None:
+    """``input_ids`` one to the left inside a trajectory, where the loss mask of the label is not 0."""
+    labels, ids = views["labels"].reshape(-1), views["input_ids"].reshape(-1)
+    mask, rows, n = views["loss_mask"].reshape(-1), views["rows"], len(slots.lengths)
+    labels[...] = IGNORE
+    use = (rows[:-1] == rows[1:]) & (rows[:-1] < n) & (mask[1:] != 0)
+    np.copyto(labels[:-1], ids[1:], where=use)

@@ -1,0 +1,319 @@
+"""The only file that talks between ranks: rank 0's messages, over a TCPStore of its own.
+
+Per mini-batch i and data-parallel rank r, global rank 0 sets one value: a share, the end, or an error. The others
+look for theirs every few milliseconds, ever more slowly while they wait, and never faster than 20,000 looks a second
+over all ranks. No collective, no pickle, no long wait inside the store's client, which is a mutex.
+
+    m/<g>/<i>/<r>   message of mini-batch i for data-parallel rank r        read/<g>/<rank>  last i that rank has
+    late/<g>/<i>    rank 0 still waits for data: hand i out unseen           want/<g>         smallest i a rank asks for
+    start/<g>       digest of the state that rank 0 starts from             bye/<rank>       rank has closed
+    error           what failed on a rank other than 0
+
+g counts the restarts by ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from knit_data import errors
+from knit_data.errors import InvalidArgument, KnitError, RankError
+
+END, ERROR, SHARE = b"E", b"X", b"S"
+_LOOKS = 20_000  # per second, over all ranks
+_FASTEST, _SLOWEST = 0.001, 0.05
+_GOODBYE = 5.0  # seconds that rank 0 waits for the others when it closes
+
+
+class Exchange:
+    """One rank's end. In a job of one process it talks to nobody."""
+
+    def __init__(self, mesh: DeviceMesh | None, dp: Sequence[str] | str | None, config: Mapping[str, Any]) -> None:
+        running = dist.is_available() and dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+        self.dp_rank, self.dp_size = _data_parallel(mesh, dp, self.rank, self.world)
+        self.generation = 0
+        self._published = -1
+        self._unread: list[str] = []
+        self._pause, self._next_look = _FASTEST, 0.0
+        self._server: dist.TCPStore | None = None
+        self._caller: dist.TCPStore | None = None  # the calling thread's client; the loader's thread has _server
+        self._closed = False
+        if self.world > 1:
+            self._connect(config)
+
+    # -- rank 0 -----------------------------------------------------------------------------------------------------
+
+    def begin(self, state: Mapping[str, Any]) -> None:
+        """Rank 0 says what it starts from; the others check that theirs is the same."""
+        if self.world > 1 and self.rank == 0:
+            self._set(f"start/{self.generation}", _digest(state))
+
+    def publish(self, i: int, messages: Sequence[bytes]) -> None:
+        """Message r goes to data-parallel rank r; a single message to all."""
+        self._published = i
+        if self.world == 1:
+            return
+        self._tidy()
+        for r in range(self.dp_size):
+            key = f"m/{self.generation}/{i}/{r}"
+            self._set(key, messages[r] if len(messages) > 1 else messages[0])
+            self._unread.append(key)
+
+    def publish_error(self, i: int, error: BaseException) -> None:
+        _mark_told(error)
+        self.publish(i, [ERROR + _describe(error)])
+
+    def late(self, i: int) -> None:
+        """Rank 0 hands out mini-batch i before it is admitted; the others may too."""
+        if self.world > 1:
+            self._set(f"late/{self.generation}/{i}", b"1")
+
+    def wanted(self) -> int:
+        """The furthest mini-batch that another rank asked for; -1 if none did."""
+        if self.world == 1 or not self._check(f"want/{self.generation}"):
+            return -1
+        return int(self._get(f"want/{self.generation}"))
+
+    # -- the others -------------------------------------------------------------------------------------------------
+
+    def receive(self, i: int) -> bytes | None:
+        """This rank's message of mini-batch i, or None if it is not there yet; paced, so call it in a loop."""
+        now = time.monotonic()
+        if now < self._next_look:
+            time.sleep(self._next_look - now)
+        key = f"m/{self.generation}/{i}/{self.dp_rank}"
+        if not self._check(key):
+            self._pause = min(self._pause * 1.3, max(_SLOWEST, self.world / _LOOKS))
+            self._next_look = time.monotonic() + max(self._pause, self.world / _LOOKS)
+            return None
+        self._pause, self._next_look = _FASTEST, 0.0
+        message = self._get(key)
+        self._set(f"read/{self.generation}/{self.rank}", str(i).encode())
+        if message[:1] == ERROR:
+            raise revived(message[1:])
+        return message
+
+    def is_late(self, i: int, *, calling: bool = False) -> bool:
+        """Whether rank 0 handed i out before it was admitted; ``calling``: asked in the calling thread."""
+        return self.world > 1 and self._check(f"late/{self.generation}/{i}", self._caller if calling else None)
+
+    def want(self, i: int) -> None:
+        """This rank needs mini-batch i although rank 0 may not have come to it. For the calling thread."""
+        if self.world > 1 and self.rank:
+            self._set(f"want/{self.generation}", str(i).encode(), self._caller)
+
+    def compare(self, state: Mapping[str, Any]) -> bool:
+        """Whether rank 0 has begun; raises if it began from another state."""
+        key = f"start/{self.generation}"
+        if not self._check(key):
+            return False
+        if self._get(key) != _digest(state):
+            raise RankError(
+                f"rank {self.rank} starts from another state than global rank 0; load the same state_dict on every "
+                "rank before the first mini-batch."
+            )
+        return True
+
+    # -- all --------------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        self.generation += 1
+        self._published = -1
+
+    def report(self, error: BaseException) -> None:
+        """Let the other ranks know that this one failed, unless they know it already."""
+        if self.world > 1 and not getattr(error, "_told", False):
+            with contextlib.suppress(KnitError):
+                self._set("error", _describe(error, f"rank {self.rank}: "))
+
+    def check_peers(self) -> None:
+        """Raise what another rank reported."""
+        if self.world > 1 and self._check("error"):
+            raise revived(self._get("error"))
+
+    def close(self) -> None:
+        """Say goodbye; rank 0 keeps its store for those that have not read their last message, 5 s at most."""
+        if self.world == 1 or self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(KnitError):
+            if self.rank:
+                self._set(f"bye/{self.rank}", b"1", self._caller)
+            else:
+                self._await_goodbyes()
+        self._server = self._caller = None
+
+    def _await_goodbyes(self) -> None:
+        deadline, left = time.monotonic() + _GOODBYE, set(range(1, self.world))
+        while left and time.monotonic() < deadline:
+            for rank in sorted(left):
+                read = f"read/{self.generation}/{rank}"
+                done = self._check(read, self._caller) and int(self._get(read, self._caller)) >= self._published
+                if done or self._published < 0 or self._check(f"bye/{rank}", self._caller):
+                    left.discard(rank)
+            if left:
+                time.sleep(0.005)
+
+    def _tidy(self) -> None:
+        """Delete what every rank has read."""
+        least = self._published - 1
+        for rank in range(1, self.world):
+            key = f"read/{self.generation}/{rank}"
+            least = min(least, int(self._get(key)) if self._check(key) else -1)
+        keep = []
+        for key in self._unread:
+            _, generation, i, _ = key.split("/")
+            if int(generation) < self.generation or int(i) <= least:
+                with contextlib.suppress(RuntimeError):
+                    self._store().delete_key(key)
+            else:
+                keep.append(key)
+        self._unread = keep
+
+    # -- the store --------------------------------------------------------------------------------------------------
+
+    def _connect(self, config: Mapping[str, Any]) -> None:
+        """Rank 0 opens a store on a free port and tells its address in one small broadcast."""
+        text = json.dumps(config, sort_keys=True, default=str)
+        forever = datetime.timedelta(seconds=300)
+        if self.rank == 0:
+            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+            self._server = dist.TCPStore("0.0.0.0", 0, None, True, forever, wait_for_workers=False)
+            self._server.set("config", text)
+            card = {"host": host, "name": socket.gethostname(), "port": self._server.port, "config": _hash(text)}
+            _broadcast(json.dumps(card))
+        else:
+            card = json.loads(_broadcast(None))
+            near = card["name"] == socket.gethostname()
+            try:
+                self._server = dist.TCPStore(
+                    "127.0.0.1" if near else card["host"], card["port"], None, False, forever, wait_for_workers=False
+                )
+            except Exception as e:
+                raise RankError(
+                    f"rank {self.rank} cannot reach global rank 0 at {card['host']}:{card['port']} ({e}); is the port "
+                    "open between these hosts?"
+                ) from e
+        self._caller = self._server.clone()
+        if self.rank and card["config"] != _hash(text):
+            theirs, mine = json.loads(self._get("config")), json.loads(text)
+            differ = [f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in theirs if theirs[k] != mine.get(k)]
+            error = RankError(
+                f"rank {self.rank} and global rank 0 built different loaders ({'; '.join(differ)}); pass the same "
+                "arguments on every rank."
+            )
+            self.report(error)
+            raise error
+
+    def _store(self, client: dist.TCPStore | None = None) -> dist.TCPStore:
+        store = client or self._server
+        if store is None:
+            raise RankError("this loader is closed.")
+        return store
+
+    def _set(self, key: str, value: bytes, client: dist.TCPStore | None = None) -> None:
+        with self._mapped():
+            self._store(client).set(key, value)
+
+    def _get(self, key: str, client: dist.TCPStore | None = None) -> bytes:
+        with self._mapped():
+            return bytes(self._store(client).get(key))
+
+    def _check(self, key: str, client: dist.TCPStore | None = None) -> bool:
+        with self._mapped():
+            return bool(self._store(client).check([key]))
+
+    @contextlib.contextmanager
+    def _mapped(self) -> Any:
+        try:
+            yield
+        except (dist.DistError, OSError, RuntimeError) as e:
+            if isinstance(e, KnitError):
+                raise
+            raise RankError(
+                f"rank {self.rank} lost global rank 0, which admits for all ({type(e).__name__}): it died, or closed "
+                "its loader first. Look at its log; restart from the last checkpoint."
+            ) from e
+
+
+def revived(text: bytes) -> KnitError:
+    """An error of another rank, of the same class and with the same message."""
+    data = json.loads(text)
+    kind = getattr(errors, data["type"], RankError)
+    error = kind(data["message"]) if issubclass(kind, KnitError) else RankError(data["message"])
+    _mark_told(error)
+    return error
+
+
+def _mark_told(error: BaseException) -> None:
+    error._told = True  # type: ignore[attr-defined]  # an exception instance takes attributes
+
+
+def _describe(error: BaseException, prefix: str = "") -> bytes:
+    known = isinstance(error, KnitError)
+    message = str(error) if known else f"{type(error).__name__}: {error}"
+    return json.dumps({"type": type(error).__name__ if known else "RankError", "message": prefix + message}).encode()
+
+
+def _data_parallel(
+    mesh: DeviceMesh | None, dp: Sequence[str] | str | None, rank: int, world: int
+) -> tuple[int, int]:
+    """This rank's place among the data-parallel ranks, and their number."""
+    if mesh is None:
+        if dp is not None:
+            raise InvalidArgument(f"dp={dp!r} names dimensions of a mesh, but mesh is None; pass the DeviceMesh.")
+        return rank, world
+    names = list(mesh.mesh_dim_names or ())
+    wanted = [dp] if isinstance(dp, str) else list(dp) if dp is not None else names
+    unknown = [name for name in wanted if name not in names]
+    if unknown or (dp is not None and not wanted):
+        raise InvalidArgument(f"dp={dp!r}: the mesh has dimensions {names}.")
+    if mesh.size() != world:
+        raise InvalidArgument(f"the mesh covers {mesh.size()} ranks, the job has {world}; use a mesh over all of them.")
+    where = mesh.get_coordinate()
+    if where is None:
+        raise InvalidArgument(f"rank {rank} is not part of the mesh.")
+    index, size = 0, 1
+    for d in range(mesh.ndim) if dp is None else [names.index(name) for name in names if name in wanted]:
+        index, size = index * mesh.size(d) + where[d], size * mesh.size(d)
+    if rank == 0 and index:
+        raise InvalidArgument("global rank 0 must be the first data-parallel rank of the mesh.")
+    return index, size
+
+
+def _broadcast(text: str | None) -> str:
+    """A short text from rank 0 to all, as a tensor: nothing is unpickled."""
+    data = torch.zeros(4096, dtype=torch.uint8)
+    if text is not None:
+        raw = text.encode()
+        data[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    try:
+        dist.broadcast(data, 0)
+    except RuntimeError:  # a job without a CPU backend, such as plain nccl
+        device = data.to(torch.device("cuda", torch.cuda.current_device()))
+        dist.broadcast(device, 0)
+        data = device.cpu()
+    return bytes(data.tolist()).rstrip(b"\0").decode()
+
+
+def _digest(state: Mapping[str, Any]) -> bytes:
+    return _hash(json.dumps(state, sort_keys=True)).encode()
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+

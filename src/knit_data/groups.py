@@ -1,0 +1,282 @@
+"""From rows as they arrive to complete groups, or to a named reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from knit_data.errors import InvalidArgument, InvalidGroup
+from knit_data.infos import InfoTable, TrajectoryInfo, parse_attributes
+from knit_data.quotas import Combination
+
+Keep = Callable[[list[TrajectoryInfo]], bool]
+Annotate = Callable[[list[TrajectoryInfo]], Mapping[str, Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class GroupPolicy:
+    """What to do with groups that are not plainly fine.
+
+    ``invalid`` (wrong size, an id with two contents, a missing or unquoted attribute) and ``oversize`` (a member
+    above ``max_tokens``): "error" raises on every rank, "drop" drops the whole group and counts it; oversize "alone"
+    keeps it, each long trajectory in a micro-batch of its own. ``surplus``: of more than ``group_size`` members the
+    "first" are kept, or "error". ``keep(infos) -> bool`` filters complete groups, ``annotate(infos) -> {name: [one
+    float per member]}`` adds values at admission; both must be pure, a resume calls them again.
+    """
+
+    incomplete: str = "wait"
+    timeout: float | None = None
+    invalid: str = "error"
+    surplus: str = "first"
+    keep: Keep | None = None
+    annotate: Annotate | None = None
+    max_tokens: int | None = None
+    oversize: str = "error"
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "incomplete": ("wait",),
+            "invalid": ("error", "drop"),
+            "surplus": ("first", "error"),
+            "oversize": ("error", "drop", "alone"),
+        }
+        for name, choices in allowed.items():
+            if getattr(self, name) not in choices:
+                raise InvalidArgument(f"GroupPolicy {name}={getattr(self, name)!r}: this version has {choices}.")
+        if self.timeout is not None:
+            raise InvalidArgument(f"GroupPolicy timeout={self.timeout!r} needs incomplete='drop'; leave it None.")
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise InvalidArgument(f"GroupPolicy max_tokens must be at least 2, found {self.max_tokens}.")
+
+
+def group_advantages(
+    infos: Sequence[TrajectoryInfo], reward: str = "reward", name: str = "advantage", eps: float = 1e-6
+) -> dict[str, list[float]]:
+    """GRPO's group-relative advantage, for ``GroupPolicy(annotate=)``: (r - mean) / (population std + eps).
+
+    Rewards [1, 0, 0, 1]: mean 0.5, std 0.5, advantages [1, -1, -1, 1] (to 2e-6).
+    """
+    missing = [i.id for i in infos if reward not in i.values]
+    if missing:
+        raise InvalidGroup(f"trajectory {missing[0]!r} has no value {reward!r}, it has {sorted(infos[0].values)}.")
+    rewards = np.array([i.values[reward] for i in infos], np.float64)
+    return {name: ((rewards - rewards.mean()) / (rewards.std() + eps)).tolist()}
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A complete group: the members' rows, and what admission needs of them."""
+
+    name: str
+    table: InfoTable
+    combination: Combination
+    version: int  # of its oldest member
+    mark: int  # fingerprint of its content
+
+    @property
+    def key(self) -> int:
+        return name_key(self.name)
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """Oldest version first; ties by place, which no arrival order can change."""
+        columns = self.table.columns
+        place = (int(columns[c][0]) for c in ("segment", "writer", "item"))
+        return self.version, *place
+
+
+@dataclass(frozen=True, eq=False)
+class Dropped:
+    """Rows that will not be trained, and why. ``groups`` is how many groups that ends (a lone duplicate: 0)."""
+
+    reason: str
+    table: InfoTable
+    groups: int = 1
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a group must be, from the sampler's arguments."""
+
+    group_size: int | None
+    attributes: tuple[str, ...]
+    known: Callable[[Combination], bool]
+    policy: GroupPolicy
+    whole_only: bool  # without a staleness bound, only groups that put_group wrote can be told from repeats
+
+
+@dataclass(eq=False)
+class Assembler:
+    """Collects rows into groups. Deterministic: outcomes follow from the rows and their order alone."""
+
+    terms: Terms
+    max_tokens: int | None = None
+    _open: dict[str, list[InfoTable]] = field(default_factory=dict)
+    _dead: dict[str, str] = field(default_factory=dict)  # groups dropped while incomplete, with the reason
+
+    @property
+    def incomplete(self) -> Mapping[str, Sequence[InfoTable]]:
+        return self._open
+
+    def offer(self, table: InfoTable) -> list[Group | Dropped]:
+        """The rows of one segment. Raises InvalidGroup where the policy says "error"."""
+        size, out = self.terms.group_size, []
+        if size == 1:
+            for i in range(len(table)):
+                out += self._complete(table[i].id, table.take(np.array([i])) if len(table) > 1 else table)
+            return out
+        written = int(table.columns["group_rows"][0])
+        name = table[0].group
+        if written and len(table) == written:
+            return self._whole(name, table)
+        if size is None or self.terms.whole_only:
+            why = (
+                "was not written by one put_group"
+                + ("" if size is None else ", and without max_staleness repeats of lone puts cannot be recognised")
+                + ". Use put_group"
+                + ("." if size is None else f", or set max_staleness (group_size is {size}).")
+            )
+            return self._invalid(name, table, f"group {name!r} of trajectory {table[0].id!r} {why}")
+        for i in range(len(table)):
+            out += self._join(name, table.take(np.array([i])) if len(table) > 1 else table)
+        return out
+
+    def _whole(self, name: str, table: InfoTable) -> list[Group | Dropped]:
+        size, found = self.terms.group_size, len(table)
+        if size is None or found == size:
+            return self._complete(name, table)
+        if found > size and self.terms.policy.surplus == "first":
+            rest = Dropped("surplus", table.take(np.arange(size, found)), groups=0)
+            return [*self._complete(name, table.take(np.arange(size))), rest]
+        return self._invalid(
+            name,
+            table,
+            f"group {name!r} of trajectory {table[0].id!r} has {found} members, group_size is {size}; write whole "
+            "groups, or change group_size.",
+        )
+
+    def _join(self, name: str, row: InfoTable) -> list[Group | Dropped]:
+        """One lone row: wait for its siblings."""
+        if name in self._dead:
+            return [Dropped(self._dead[name], row, groups=0)]
+        members = self._open.setdefault(name, [])
+        for other in members:
+            if other[0].id != row[0].id:
+                continue
+            if other.fingerprints() == row.fingerprints():
+                return [Dropped("duplicate", row, groups=0)]
+            return self._abandon(name, row, f"trajectory {row[0].id!r} {_two_contents(other, row)}")
+        if (limit := self.max_tokens) is not None and row[0].n_tokens > limit and self._oversize_acts():
+            return self._abandon(name, row, _too_long(row, 0, limit), reason="oversize")
+        members.append(row)
+        if len(members) < (self.terms.group_size or 0):
+            return []
+        del self._open[name]
+        return self._complete(name, InfoTable.concat(members))
+
+    def _complete(self, name: str, table: InfoTable) -> list[Group | Dropped]:
+        limit, lengths = self.max_tokens, table.columns["n_tokens"]
+        if limit is not None and int(lengths.max()) > limit and self._oversize_acts():
+            text = _too_long(table, int(lengths.argmax()), limit)
+            return self._invalid(name, table, text, reason="oversize", policy=self.terms.policy.oversize)
+        texts = set(table.ragged["attributes"].texts())
+        if len(texts) > 1:
+            return self._invalid(
+                name, table, f"group {name!r} mixes attributes {sorted(texts)}; members of a group have the same."
+            )
+        attributes = parse_attributes(texts.pop())
+        missing = [a for a in self.terms.attributes if a not in attributes]
+        combination = tuple(attributes.get(a, "") for a in self.terms.attributes)
+        if missing or not self.terms.known(combination):
+            found = "has no" if missing else f"has {combination[0]!r} as"
+            what = missing[0] if missing else self.terms.attributes[0]
+            return self._invalid(
+                name,
+                table,
+                f"group {name!r} of trajectory {table[0].id!r} {found} attribute {what!r}, which the quotas count; its "
+                f"attributes are {dict(attributes)}. Set it at put, add a quota for it, or drop with invalid='drop'.",
+            )
+        if not table.columns["loss_tokens"].any():
+            return [Dropped("no_loss_tokens", table, name=name)]
+        if self.terms.policy.keep is not None and not self.terms.policy.keep(table.infos()):
+            return [Dropped("filtered", table, name=name)]
+        version = int(table.columns["policy_version"].min())
+        return [Group(name, table, combination, version, _group_mark(table))]
+
+    def _oversize_acts(self) -> bool:
+        return self.terms.policy.oversize != "alone"
+
+    def _abandon(self, name: str, row: InfoTable, text: str, reason: str = "invalid") -> list[Group | Dropped]:
+        """An incomplete group that cannot become valid: it leaves whole, members still to come included."""
+        policy = self.terms.policy.oversize if reason == "oversize" else None
+        table = InfoTable.concat([*self._open.pop(name), row])
+        out = self._invalid(name, table, text, reason=reason, policy=policy)
+        self._dead[name] = reason
+        return out
+
+    def _invalid(
+        self, name: str, table: InfoTable, text: str, reason: str = "invalid", policy: str | None = None
+    ) -> list[Group | Dropped]:
+        if (policy or self.terms.policy.invalid) == "error":
+            raise InvalidGroup(text)
+        return [Dropped(reason, table, name=name)]
+
+
+def annotated(group: Group, annotate: Annotate | None) -> InfoTable:
+    """The group's rows with the annotation's values added."""
+    if annotate is None:
+        return group.table
+    added = annotate(group.table.infos())
+    taken = {*group.table.schema.names, *group.table.value_names}
+    for name, values in added.items():
+        if name in taken:
+            raise InvalidArgument(f"annotate adds {name!r}, which is a stored value or column; choose another name.")
+        if len(values) != len(group.table) or not np.isfinite(np.asarray(values, np.float64)).all():
+            raise InvalidGroup(
+                f"annotate gave {name!r} = {list(values)!r} for group {group.name!r} of {len(group.table)} members; it "
+                "must return one finite float per member."
+            )
+    return group.table.with_values(added)
+
+
+def name_key(name: str) -> int:
+    """A group's name in 8 bytes, for remembering it."""
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def conflict(group: Group, writer: int, segment: int) -> str:
+    """What to say of a group that came before with other content."""
+    here = _place(group.table)
+    return (
+        f"group {group.name!r} of trajectory {group.table[0].id!r} stands in segment {segment} of writer {writer} and, "
+        f"with other content, in {here}; ids are unique in a store. Give regenerated groups new ids."
+    )
+
+
+def _group_mark(table: InfoTable) -> int:
+    marks = np.array(sorted(zip(table.ragged["id"].texts(), table.fingerprints(), strict=True)), dtype=object)
+    return xxhash.xxh3_64_intdigest(repr(marks.tolist()).encode())
+
+
+def _place(table: InfoTable) -> str:
+    writer, segment, _ = table[0].address
+    return f"segment {segment} of writer {writer}"
+
+
+def _two_contents(first: InfoTable, second: InfoTable) -> str:
+    return (
+        f"stands in {_place(first)} and, with other content, in {_place(second)}; ids are unique in a store. Give "
+        "regenerated trajectories new ids."
+    )
+
+
+def _too_long(table: InfoTable, row: int, limit: int) -> str:
+    info = table[row]
+    return (
+        f"trajectory {info.id!r} of group {info.group!r} has {info.n_tokens} tokens, the limit is {limit}. Raise "
+        "max_tokens_per_micro_batch, or choose GroupPolicy(oversize='drop') or 'alone'."
+    )

@@ -1,0 +1,228 @@
+"""Which items have met their fate, and where the run stands: the whole of a checkpoint.
+
+Every rank holds a copy and applies the same entries, so that all derive the same state without asking each other.
+Nothing in it depends on the number of ranks. A state covers consumed mini-batches only; read-ahead is not state.
+
+An item is one row of a segment; its fate is "admitted" or a named drop. Per writer the state is the first segment
+with an open item, and what of later segments is done.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from knit_data.errors import StateError
+from knit_data.infos import Array, InfoTable
+
+VERSION = 1
+Runs = list[tuple[int, int, int, int, int]]  # writer, segment, first item, count, rows of the segment
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The next mini-batch to admit: train batch k, pass e, position j; ``short``: mini-batches of a cut-off batch."""
+
+    train_batch: int = 0
+    epoch: int = 0
+    position: int = 0
+    short: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one admitted mini-batch changes. ``runs``: items that met their fate since the entry before."""
+
+    progress: Progress  # after it
+    counts: Mapping[tuple[str, ...], int]  # of the open train batch, after it
+    runs: Runs = field(default_factory=list)
+    seen: Sequence[tuple[int, int, int, int, int]] = ()  # key, mark, version, writer, segment of groups
+    opened: Sequence[Runs] = ()  # groups kept for later passes
+    closes: bool = False  # the train batch is over: kept groups are let go
+    dropped: Mapping[str, int] = field(default_factory=dict)  # groups by reason
+    forget_below: int | None = None  # versions that no admission can take any more
+    starts: Sequence[tuple[int, int]] = ()  # writers found after their first segments were reclaimed
+
+    def to_json(self) -> dict[str, Any]:
+        p = self.progress
+        return {
+            "progress": [p.train_batch, p.epoch, p.position, p.short],
+            "counts": [[list(c), n] for c, n in self.counts.items()],
+            "runs": self.runs,
+            "seen": _pack(self.seen),
+            "opened": [list(runs) for runs in self.opened],
+            "closes": self.closes,
+            "dropped": dict(self.dropped),
+            "forget_below": self.forget_below,
+            "starts": [list(s) for s in self.starts],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Entry:
+        return cls(
+            Progress(*data["progress"]),
+            {tuple(c): n for c, n in data["counts"]},
+            [_run(r) for r in data["runs"]],
+            _unpack(data["seen"]),
+            [[_run(r) for r in runs] for runs in data["opened"]],
+            data["closes"],
+            data["dropped"],
+            data["forget_below"],
+            [(writer, first) for writer, first in data["starts"]],
+        )
+
+
+class Ledger:
+    """The state of a run; ``apply`` entries in order."""
+
+    def __init__(self, store_id: str, terms: Mapping[str, Any], remember_all: bool) -> None:
+        self.store_id, self.terms, self.remember_all = store_id, dict(terms), remember_all
+        self.progress = Progress()
+        self.counts: dict[tuple[str, ...], int] = {}
+        self.opened: list[Runs] = []
+        self.dropped: dict[str, int] = {}
+        self.seen: dict[int, tuple[int, int, int, int]] = {}
+        self.hashes: set[int] = set()  # groups remembered by name only
+        self._next: dict[int, int] = {}
+        self._done: dict[int, dict[int, tuple[int, set[int]]]] = {}  # writer -> segment -> (rows, done items)
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def cursors(self) -> dict[int, int]:
+        """Per writer the first segment with an item that has no fate yet."""
+        return dict(self._next)
+
+    def open_rows(self, table: InfoTable) -> Array:
+        """Rows of one segment's table that have no fate yet."""
+        writer, segment, _ = table[0].address
+        items = table.columns["item"]
+        if segment < self._next.get(writer, 0):
+            return np.zeros(0, np.int64)
+        entry = self._done.get(writer, {}).get(segment)
+        return np.arange(len(items)) if entry is None else np.flatnonzero([i not in entry[1] for i in items.tolist()])
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def apply(self, entry: Entry) -> None:
+        for writer, first in entry.starts:
+            self._next[writer] = max(first, self._next.get(writer, 0))
+        for run in entry.runs:
+            self._finish(*run)
+        for key, *rest in entry.seen:
+            if self.remember_all:
+                self.hashes.add(key)
+            else:
+                self.seen[key] = (rest[0], rest[1], rest[2], rest[3])
+        if entry.forget_below is not None:
+            self.seen = {k: v for k, v in self.seen.items() if v[1] >= entry.forget_below}
+        self.opened = [] if entry.closes else [*self.opened, *(list(r) for r in entry.opened)]
+        for reason, groups in entry.dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + groups
+        self.progress, self.counts = entry.progress, dict(entry.counts)
+
+    def _finish(self, writer: int, segment: int, first: int, count: int, rows: int) -> None:
+        segments = self._done.setdefault(writer, {})
+        _, items = segments.setdefault(segment, (rows, set()))
+        items.update(range(first, first + count))
+        at = self._next.setdefault(writer, 0)
+        while at in segments and len(segments[at][1]) == segments[at][0]:
+            del segments[at]
+            at += 1
+        self._next[writer] = at
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """A fresh JSON-able value; equal on all ranks."""
+        p = self.progress
+        writers = []
+        for writer in sorted(self._next):
+            later = [
+                [segment, rows, [] if len(items) == rows else sorted(items)]
+                for segment, (rows, items) in sorted(self._done.get(writer, {}).items())
+            ]
+            writers.append([writer, self._next[writer], later])
+        return {
+            "version": VERSION,
+            "store": self.store_id,
+            "terms": json.loads(json.dumps(self.terms)),
+            "progress": [p.train_batch, p.epoch, p.position, p.short],
+            "counts": [[list(c), n] for c, n in sorted(self.counts.items())],
+            "writers": writers,
+            "opened": [list(map(list, runs)) for runs in self.opened],
+            "dropped": dict(sorted(self.dropped.items())),
+            "seen": _pack([(k, *v) for k, v in sorted(self.seen.items())]),
+            "hashes": base64.b64encode(np.array(sorted(self.hashes), np.uint64).tobytes()).decode(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a state; raises StateError if it is not of this store and these terms."""
+        try:
+            if state["version"] != VERSION:
+                raise StateError(f"state version {state['version']}, this release reads {VERSION}; use the other one.")
+            if state["store"] != self.store_id:
+                raise StateError(
+                    f"this state belongs to store {state['store']}, the sampler reads store {self.store_id}; open the "
+                    "store that the run was trained from."
+                )
+            self._check_terms(state)
+            self.progress = Progress(*state["progress"])
+            self.counts = {tuple(c): n for c, n in state["counts"]}
+            self.opened = [[_run(r) for r in runs] for runs in state["opened"]]
+            self.dropped = dict(state["dropped"])
+            self.seen = {k: (mark, v, w, s) for k, mark, v, w, s in _unpack(state["seen"])}
+            self.hashes = set(np.frombuffer(base64.b64decode(state["hashes"]), np.uint64).tolist())
+            self._next, self._done = {}, {}
+            for writer, at, later in state["writers"]:
+                self._next[writer] = at
+                self._done[writer] = {s: (rows, set(items or range(rows))) for s, rows, items in later}
+        except (KeyError, TypeError, ValueError) as e:
+            if isinstance(e, StateError):
+                raise
+            raise StateError(f"this is not a state of this loader ({e!r}); found keys {sorted(state)}.") from e
+
+    def _check_terms(self, state: Mapping[str, Any]) -> None:
+        """Sizes, passes and seed must be those of the run; quotas may change between train batches."""
+        then, now = state["terms"], json.loads(json.dumps(self.terms))
+        open_batch = any(state["progress"][1:3])
+        for name in sorted(then.keys() | now.keys()):
+            if then.get(name) == now.get(name) or (name == "quotas" and not open_batch):
+                continue
+            raise StateError(
+                f"the state was saved with {name}={then.get(name)!r}, this sampler has {now.get(name)!r}; resume with "
+                "the same value"
+                + (" until the train batch is over." if name == "quotas" else ", or start anew.")
+            )
+
+
+def runs_of(tables: Iterable[InfoTable]) -> Runs:
+    """The rows' addresses, consecutive items as one run."""
+    out: Runs = []
+    for table in tables:
+        columns = table.columns
+        cells = zip(*(columns[c].tolist() for c in ("writer", "segment", "item", "segment_rows")), strict=True)
+        for writer, segment, item, rows in cells:
+            if out and out[-1][:2] == (writer, segment) and out[-1][2] + out[-1][3] == item:
+                out[-1] = (*out[-1][:3], out[-1][3] + 1, rows)
+            else:
+                out.append((writer, segment, item, 1, rows))
+    return out
+
+
+def _run(values: Sequence[int]) -> tuple[int, int, int, int, int]:
+    writer, segment, first, count, rows = values
+    return writer, segment, first, count, rows
+
+
+def _pack(rows: Sequence[tuple[int, int, int, int, int]]) -> str:
+    return base64.b64encode(np.array(rows, np.uint64).tobytes()).decode()
+
+
+def _unpack(text: str) -> list[tuple[int, int, int, int, int]]:
+    rows = np.frombuffer(base64.b64decode(text), np.uint64).reshape(-1, 5).tolist()
+    return [(k, mark, version, writer, segment) for k, mark, version, writer, segment in rows]

@@ -1,0 +1,272 @@
+"""The background thread: admits late, reads ahead. The only file with threads.
+
+What it does next, in this order:
+
+1. the micro-batch that the consumer is blocked on;
+2. admit a mini-batch that this or another rank asked for;
+3. read micro-batches in plan order while fewer than ``depth`` are buffered;
+4. admit the next mini-batch once every admitted one has been handed out: as late, hence as fresh, as possible, and
+   its first read still hides behind the last micro-batch's computation.
+
+With ``depth=0`` there is no thread: the consumer takes the same steps itself when it needs something.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from knit_data.batch import MicroBatch
+from knit_data.collate import Collator
+from knit_data.errors import UsageError
+from knit_data.exchange import Exchange
+from knit_data.share import End, Share
+
+Admit = Callable[[int, float], Share | End | None]
+_SLICE = 0.05  # seconds one admission attempt may wait for data
+_IDLE = 0.02  # seconds between looks for what other ranks want
+_PATIENCE = 0.2  # seconds that next() waits to learn whether the stream has ended
+
+
+@dataclass(eq=False)
+class Live:
+    """A mini-batch between admission and its end."""
+
+    share: Share
+    ready: deque[MicroBatch] = field(default_factory=deque)
+    read: int = 0  # micro-batches read, or being read, for the training pass
+    handed: int = 0
+    cost: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Need:
+    """What the consumer is blocked on: a micro-batch of the training pass, or of an extra one with its fields."""
+
+    mini: int
+    micro: int
+    extra: bool = False
+    fields: frozenset[str] | None = None
+    result: MicroBatch | None = None
+
+
+class Prefetcher:
+    """Runs ``admit`` and ``collate`` ahead of one consumer."""
+
+    def __init__(self, admit: Admit, collate: Collator, exchange: Exchange, depth: int, name: str) -> None:
+        self._admit, self._collate, self._exchange, self._depth = admit, collate, exchange, depth
+        self._turn = threading.Condition()
+        self._minis: dict[int, Live] = {}
+        self._admitted = 0
+        self._asked = -1
+        self._late = -1  # the newest mini-batch handed out before its admission
+        self._patience: float | None = None
+        self._end: End | None = None
+        self._need: _Need | None = None
+        self._error: BaseException | None = None
+        self._stop = False
+        self._thread: threading.Thread | None = None
+        if depth:
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    # -- consumer ---------------------------------------------------------------------------------------------------
+
+    def live(self, i: int) -> Live | End:
+        """Mini-batch i once it is admitted."""
+        self._ask(i)
+        self._until(lambda: i in self._minis or (self._end is not None and i >= self._admitted))
+        return self._minis[i] if i in self._minis else self._ended()
+
+    def there(self, i: int) -> bool:
+        """False: the stream ended before i. True: it is there, or may still come; waits 0.2 s to tell."""
+        self._ask(i)
+        self._until(lambda: i < self._admitted or self._late >= i or self._end is not None)
+        if i < self._admitted or self._late >= i:
+            return True
+        return i == self._admitted and self._exchange.rank > 0 and self._exchange.is_late(i, calling=True)
+
+    def micro(self, i: int, j: int) -> MicroBatch:
+        """Micro-batch j of the training pass; call in order."""
+        live = self._minis[i]
+        with self._turn:
+            if live.ready:
+                live.handed = j + 1
+                self._turn.notify_all()
+                return live.ready.popleft()
+        out = self._fetch(_Need(i, j))
+        with self._turn:
+            live.handed = j + 1
+            self._turn.notify_all()
+        return out
+
+    def extra(self, i: int, j: int, fields: frozenset[str] | None) -> MicroBatch:
+        """Micro-batch j of another pass, read again."""
+        return self._fetch(_Need(i, j, True, fields))
+
+    def drop(self, i: int) -> None:
+        """Mini-batch i is over: nothing of it is read any more."""
+        with self._turn:
+            live = self._minis[i]
+            live.read = live.handed = live.share.count
+            live.ready.clear()
+            self._turn.notify_all()
+
+    def forget(self, i: int) -> None:
+        with self._turn:
+            self._minis.pop(i, None)
+
+    def close(self) -> None:
+        """Stops the thread; idempotent, from any thread."""
+        with self._turn:
+            self._stop = True
+            self._turn.notify_all()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=30.0)
+        self._minis.clear()
+
+    def _ask(self, i: int) -> None:
+        with self._turn:
+            if i < self._admitted or self._end is not None:
+                return
+            ahead = i > self._asked
+            self._asked = max(self._asked, i)
+            self._turn.notify_all()
+        if ahead:
+            self._exchange.want(i)
+
+    def _ended(self) -> End:
+        assert self._end is not None
+        return self._end
+
+    def _fetch(self, need: _Need) -> MicroBatch:
+        with self._turn:
+            self._need = need
+            self._turn.notify_all()
+        try:
+            self._until(lambda: need.result is not None or self._buffered(need))
+        finally:
+            with self._turn:
+                self._need = None
+        with self._turn:
+            if need.result is None:  # the thread had it under way as read-ahead
+                return self._minis[need.mini].ready.popleft()
+            return need.result
+
+    def _buffered(self, need: _Need) -> bool:
+        return not need.extra and bool(self._minis[need.mini].ready)
+
+    def _until(self, true: Callable[[], bool]) -> None:
+        """Wait for the thread, or work oneself, until it is true; raises what went wrong there."""
+        while True:
+            with self._turn:
+                if true():
+                    return
+                if self._error is not None:
+                    raise self._error
+                if self._stop:
+                    raise UsageError("the loader is closed; build a new one, with load_state_dict to go on.")
+                if self._thread is not None:
+                    self._turn.wait(1.0)
+                    continue
+            self._step()
+
+    # -- thread -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # else intra-op threads of copies fight the trainer's
+        while not self._stop and self._error is None:
+            self._step()
+
+    def _step(self) -> None:
+        """Do the most urgent thing; without one, wait a little."""
+        try:
+            job = self._choose()
+            if job is None:
+                with self._turn:
+                    if not self._stop and self._need is None:
+                        self._turn.wait(_IDLE if self._exchange.world > 1 else 1.0)
+            elif isinstance(job, _Need):
+                self._read(job)
+            else:
+                self._try_admit(job)
+        except BaseException as e:
+            self._exchange.report(e)
+            with self._turn:
+                self._error = e
+                self._turn.notify_all()
+
+    def _choose(self) -> _Need | int | None:
+        wanted = self._exchange.wanted() if self._exchange.rank == 0 else -1
+        with self._turn:
+            if self._need is not None and self._need.result is None and not self._buffered(self._need):
+                need = self._need
+                if not need.extra:
+                    self._minis[need.mini].read = need.micro + 1
+                return need
+            going = self._end is None
+            if going and max(self._asked, wanted) >= self._admitted:
+                return self._admitted
+            if sum(len(m.ready) for m in self._minis.values()) < self._depth:
+                for i, live in self._minis.items():
+                    if live.read < live.share.count:
+                        live.read += 1
+                        return _Need(i, live.read - 1)
+            if going and self._depth and all(m.handed >= m.share.count for m in self._minis.values()):
+                return self._admitted
+            return None
+
+    def _read(self, need: _Need) -> None:
+        self._exchange.check_peers()
+        live = self._minis.get(need.mini)
+        if live is None:
+            return
+        timing = self._collate.timing
+        before = (timing.read_s, timing.verify_s, timing.bytes_read, timing.masked)
+        micro = self._collate(live.share, need.micro, need.fields)
+        after = (timing.read_s, timing.verify_s, timing.bytes_read, timing.masked)
+        with self._turn:
+            for name, a, b in zip(("read_s", "verify_s", "bytes_read", "masked"), before, after, strict=True):
+                live.cost[name] = live.cost.get(name, 0.0) + (b - a)
+            if need is self._need:
+                need.result = micro
+            elif live.handed < live.share.count:
+                live.ready.append(micro)
+            self._turn.notify_all()
+        del micro  # this frame must not keep the last batch's lease alive
+
+    def _try_admit(self, i: int) -> None:
+        self._exchange.check_peers()
+        result = self._admit(i, _SLICE)
+        with self._turn:
+            if isinstance(result, Share):
+                self._minis[i] = Live(result)
+                self._admitted, self._patience = i + 1, None
+            elif result is not None:
+                self._end = result
+            self._turn.notify_all()
+        if result is None and self._late < i and self._is_late(i):
+            with self._turn:
+                self._late = i
+                self._turn.notify_all()
+
+    def _is_late(self, i: int) -> bool:
+        """Rank 0 decides for all that next() need not wait for i any longer."""
+        exchange = self._exchange
+        if exchange.rank:
+            return self._asked >= i and exchange.is_late(i)
+        if max(self._asked, exchange.wanted()) < i:
+            return False
+        now = time.monotonic()
+        if self._patience is None:
+            self._patience = now + _PATIENCE
+        if now < self._patience:
+            return False
+        exchange.late(i)
+        return True

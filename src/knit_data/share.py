@@ -1,0 +1,215 @@
+"""One rank's part of a mini-batch: made on global rank 0 from the plan, received by everyone else.
+
+A share is all that a rank needs to read and lay out its micro-batches: its rows with their byte ranges, where each
+micro-batch begins, and the counts over all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from knit_data.exchange import END, SHARE, Exchange
+from knit_data.infos import InfoTable
+from knit_data.ledger import Entry
+from knit_data.planning import Layout, Padding, Plan, plan
+from knit_data.sampler import Admitted, QuotaSampler
+from knit_data.staleness import statistics
+
+# Every reason for which groups, or lone rows, leave untrained; stats have all of them, always.
+REASONS = ("stale", "abandoned", "invalid", "oversize", "filtered", "no_loss_tokens", "duplicate", "late", "surplus")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of one mini-batch, over all data-parallel ranks."""
+
+    index: int
+    train_batch: int
+    epoch: int
+    position: int
+    is_last: bool
+    loss_tokens: int
+    n_trajectories: int
+    n_groups: int
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """``table[ptr[j]:ptr[j + 1]]`` are the rows of this rank's micro-batch j."""
+
+    numbers: Numbers
+    table: InfoTable
+    ptr: tuple[int, ...]
+    patches: tuple[tuple[int, ...], ...]  # [count][ranks] of media new in that micro-batch
+    names: Mapping[int, str]  # writer number -> folder name
+    stats: Mapping[str, float]
+    entry: Entry
+    finite: bool  # the end of the stream was known: whether there is more needs no waiting
+
+    @property
+    def count(self) -> int:
+        return len(self.ptr) - 1
+
+    def to_bytes(self) -> bytes:
+        note = {
+            "numbers": asdict(self.numbers),
+            "ptr": self.ptr,
+            "patches": self.patches,
+            "names": list(self.names.items()),
+            "stats": dict(self.stats),
+            "entry": self.entry.to_json(),
+            "finite": self.finite,
+        }
+        return SHARE + self.table.to_bytes(json.dumps(note))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Share:
+        table, text = InfoTable.from_bytes(data[1:])
+        note = json.loads(text)
+        return cls(
+            Numbers(**note["numbers"]),
+            table,
+            tuple(note["ptr"]),
+            tuple(tuple(row) for row in note["patches"]),
+            dict(note["names"]),
+            note["stats"],
+            Entry.from_json(note["entry"]),
+            note["finite"],
+        )
+
+
+@dataclass(frozen=True)
+class End:
+    """No mini-batch any more; what became of the groups that were not trained."""
+
+    left_over: int
+    dropped: Mapping[str, int]
+
+
+class Lead:
+    """Global rank 0: admits, plans, and gives every rank its share."""
+
+    def __init__(
+        self, sampler: QuotaSampler, exchange: Exchange, max_tokens: int, layout: Layout, padding: Padding
+    ) -> None:
+        self.sampler, self.exchange = sampler, exchange
+        self.max_tokens, self.layout, self.padding = max_tokens, layout, padding
+        self._names: dict[int, str] = {}
+
+    def __call__(self, i: int, timeout: float) -> Share | End | None:
+        """Mini-batch i, or None if it cannot be admitted within ``timeout`` seconds. An error reaches all ranks."""
+        try:
+            admitted = self.sampler.admit(timeout)
+            if admitted is None:
+                return None
+            shares = self._shares(admitted)
+        except StopIteration:
+            end = End(self.sampler.left_over(), self.sampler.dropped())
+            self.exchange.publish(i, [END + json.dumps(asdict(end)).encode()])
+            return end
+        except BaseException as e:
+            self.exchange.publish_error(i, e)
+            raise
+        self.exchange.publish(i, [s.to_bytes() for s in shares] if self.exchange.world > 1 else [])
+        return shares[self.exchange.dp_rank]
+
+    def _shares(self, admitted: Admitted) -> list[Share]:
+        mini = admitted.mini
+        columns = mini.table.columns
+        # ascending place, so that rows which lie together are read together
+        table = mini.table.take(np.lexsort((columns["item"], columns["segment"], columns["writer"])))
+        columns, ranks = table.columns, self.exchange.dp_size
+        made = plan(
+            columns["n_tokens"],
+            ranks=ranks,
+            max_tokens=self.max_tokens,
+            layout=self.layout,
+            padding=self.padding,
+            alone=self.sampler.policy.oversize == "alone",
+            patches=columns["patches"],
+        )
+        loss_tokens = int(columns["loss_tokens"].sum())
+        numbers = Numbers(
+            mini.index, mini.train_batch, mini.epoch, mini.position, mini.is_last, loss_tokens, len(table), mini.n_groups
+        )
+        clock = self.sampler.sizes.clock
+        stats = statistics(
+            columns["policy_version"],
+            columns["mean_policy_version"],
+            index=mini.index,
+            train_batch=mini.train_batch,
+            clock=clock,
+        )
+        stats = {**stats, **_counts(table, made), **_dropped(admitted.entry.dropped)}
+        stats["waiting_groups"] = float(self.sampler.left_over())
+        names, patches = self._names_of(table), _new_patches(table, made)
+        shares = []
+        for rank in range(ranks):
+            rows = [made.rows_of(rank, j) for j in range(made.count)]
+            ptr = np.cumsum([0, *map(len, rows)]).tolist()
+            mine = table.take(np.concatenate(rows))
+            shares.append(Share(numbers, mine, tuple(ptr), patches, names, stats, admitted.entry, admitted.finite))
+        return shares
+
+    def _names_of(self, table: InfoTable) -> dict[int, str]:
+        for writer in np.unique(table.columns["writer"]).tolist():
+            if writer not in self._names:
+                claim = self.sampler.stream.store.claim(writer)
+                self._names[writer] = claim["name"] if claim else str(writer)
+        return dict(self._names)
+
+
+class Follow:
+    """Every other rank: receives its share."""
+
+    def __init__(self, exchange: Exchange, state: Mapping[str, Any]) -> None:
+        self.exchange, self._state, self._compared = exchange, state, False
+
+    def __call__(self, i: int, timeout: float) -> Share | End | None:
+        if not self._compared:
+            self._compared = self.exchange.compare(self._state)
+        message = self.exchange.receive(i)
+        if message is None:
+            return None
+        if message[:1] == END:
+            return End(**json.loads(message[1:]))
+        return Share.from_bytes(message)
+
+
+def _counts(table: InfoTable, made: Plan) -> dict[str, float]:
+    """Tokens, padding, and how evenly they lie: 1.0 is a perfect balance over ranks at every micro-batch."""
+    tokens = made.tokens.reshape(made.count, made.ranks)
+    real, padded = int(table.columns["n_tokens"].sum()), int(tokens.sum())
+    return {
+        "tokens": float(real),
+        "padded_tokens": float(padded),
+        "micro_batches": float(made.count),
+        "padding_micro_batches": float(made.n_padding),
+        "imbalance": float(tokens.max(axis=1).sum() * made.ranks / max(padded, 1)),
+    }
+
+
+def _dropped(counts: Mapping[str, int]) -> dict[str, float]:
+    return {f"dropped/{reason}": float(counts.get(reason, 0)) for reason in REASONS}
+
+
+def _new_patches(table: InfoTable, made: Plan) -> tuple[tuple[int, ...], ...]:
+    """Per micro-batch and rank, the cost of the media that this rank has not met before in the mini-batch."""
+    out = [[0] * made.ranks for _ in range(made.count)]
+    if len(table.media):
+        digests = [d.tobytes() for d in table.media.columns["digest"]]
+        costs, spans = table.media.columns["patches"].tolist(), table.ragged["spans"]
+        for rank in range(made.ranks):
+            met: set[bytes] = set()
+            for j in range(made.count):
+                for row in made.rows_of(rank, j).tolist():
+                    for u in spans.row(row)[:, 0].tolist():
+                        if digests[u] not in met:
+                            met.add(digests[u])
+                            out[j][rank] += costs[u]
+    return tuple(map(tuple, out))

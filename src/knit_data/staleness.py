@@ -1,0 +1,81 @@
+"""Architectural staleness: how much older training data is than colocated execution would make it.
+
+Trained at step u = kS + ..., generated with version v (optimizer steps done): the gap is u - v, colocated execution
+would have u - kS, the excess a = kS - v is what the architecture adds; a / S counts it in train batches. Negative a
+(weights published inside a batch) counts as 0 in limits and statistics.
+
+>>> clock = Clock(steps=4)                       # S = 4 optimizer steps a train batch
+>>> clock.excess(train_batch=3, version=4)       # 12 - 4 steps, two train batches old
+8
+>>> Staleness(2).admits(8, clock), Staleness(1).admits(8, clock)
+(True, False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from knit_data.errors import InvalidArgument
+from knit_data.infos import Array
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How train batches count in optimizer steps: S = epochs x mini-batches."""
+
+    steps: int
+
+    def excess(self, *, train_batch: int, version: int) -> int:
+        """a = kS - v in optimizer steps, signed."""
+        return train_batch * self.steps - version
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """The bound on a, inclusive, tested once, at admission.
+
+    ``unit``: "train_batch" or "optimizer_step". ``abandoned``: what to do with a version above the trainer's step,
+    which only a timeline that a resume abandoned can have made: "accept" it as a = 0, or "drop" its group.
+    """
+
+    limit: int
+    unit: str = "train_batch"
+    strategy: str = "drop"
+    abandoned: str = "accept"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.limit, bool) or not isinstance(self.limit, int) or self.limit < 0:
+            raise InvalidArgument(f"max_staleness must be an int >= 0 or None for no bound, found {self.limit!r}.")
+        if self.unit not in ("train_batch", "optimizer_step"):
+            raise InvalidArgument(f"staleness unit must be 'train_batch' or 'optimizer_step', found {self.unit!r}.")
+        if self.strategy != "drop":
+            raise InvalidArgument(f"staleness strategy {self.strategy!r}: this version has 'drop' only.")
+        if self.abandoned not in ("accept", "drop"):
+            raise InvalidArgument(f"abandoned must be 'accept' or 'drop', found {self.abandoned!r}.")
+
+    def steps(self, clock: Clock) -> int:
+        return self.limit * (clock.steps if self.unit == "train_batch" else 1)
+
+    def admits(self, excess: int, clock: Clock) -> bool:
+        return excess <= self.steps(clock)
+
+
+def statistics(versions: Array, means: Array, *, index: int, train_batch: int, clock: Clock) -> Mapping[str, float]:
+    """Of one mini-batch: mean, 99th percentile and maximum of max(a, 0) / S, the same by token-mean version, the mean
+    gap in optimizer steps, and the mean of signed a in optimizer steps, which the identity uses."""
+    signed = train_batch * clock.steps - versions.astype(np.float64)
+    excess = np.maximum(signed, 0) / clock.steps
+    by_token = np.maximum(train_batch * clock.steps - means, 0) / clock.steps
+    return {
+        "staleness/mean": float(excess.mean()),
+        "staleness/p99": float(np.percentile(excess, 99)),
+        "staleness/max": float(excess.max()),
+        "staleness/token_mean": float(by_token.mean()),
+        "staleness/steps_mean": float(np.maximum(signed, 0).mean()),
+        "staleness/steps_p99": float(np.percentile(np.maximum(signed, 0), 99)),
+        "staleness/signed_steps_mean": float(signed.mean()),
+        "staleness/gap_mean": float((index - versions).mean()),
+    }

@@ -1,0 +1,212 @@
+"""The rollout side's handle: checks a group, makes it visible at once, and goes on after a crash."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from knit_data.errors import InvalidArgument, InvalidTrajectory, StoreClosed, WaitTimeout, WriterConflict
+from knit_data.infos import InfoTable, TrajectoryInfo
+from knit_data.store.segment import check_schema, encode, schema_of
+from knit_data.store.store import TrajectoryStore
+from knit_data.trajectory import Trajectory, check_group
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class StoreWriter:
+    """Puts trajectories; one segment file a put. Threads may share it; other live writers need other names.
+
+    Repeating a put of equal content is a no-op that returns the first one's infos, also after a restart, so a
+    worker that does not know whether its last put arrived simply repeats it.
+    """
+
+    def __init__(self, store: TrajectoryStore, name: str) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+            raise InvalidArgument(
+                f"writer name {name!r}: use 1 to 100 of A-Z a-z 0-9 . _ - (it becomes a folder), starting with a "
+                "letter or digit."
+            )
+        self.store, self.name = store, name
+        self._session = uuid.uuid4().hex[:16]
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[int, int, int]] = {}  # id -> fingerprint, segment, item
+        self._sizes: deque[tuple[int, int]] = deque()  # (segment, bytes), not reclaimed
+        self._number = self._claim()
+        self._next = max(int(self._mine["first"]), store.floor(self._number))
+        while self._adopt(self._next) is not None:
+            self._next += 1
+
+    def put(self, trajectory: Trajectory, timeout: float = 1800.0) -> TrajectoryInfo:
+        """Make one trajectory visible. For groups of several prefer ``put_group``."""
+        return self._put([trajectory], grouped=False, timeout=timeout)[0]
+
+    def put_group(self, trajectories: Sequence[Trajectory], timeout: float = 1800.0) -> list[TrajectoryInfo]:
+        """Make a whole group visible at once.
+
+        Raises ``InvalidTrajectory`` naming the first one that cannot be trained on, ``StoreClosed`` after seal or
+        finish, ``WaitTimeout`` if ``max_bytes`` stay unreclaimed; nothing is written then.
+        """
+        return self._put(list(trajectories), grouped=True, timeout=timeout)
+
+    def close(self) -> None:
+        """Nothing is buffered, so nothing is lost without it."""
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # -- opening ----------------------------------------------------------------------------------------------------
+
+    def _claim(self) -> int:
+        """Find this name among the claims, or claim the next free number."""
+        if self.store.exists(["sealed.json"])[0]:
+            raise StoreClosed(f"{self.store.url}: the store is sealed; writer {self.name!r} cannot be opened.")
+        mine = json.dumps({"name": self.name, "first": 0}).encode()
+        number = 0
+        while True:
+            claim = self.store.claim(number)
+            if claim is None:
+                self.store.backend.create(f"writers/{number}.json", [mine])
+                claim = self.store.claim(number)
+            if claim is not None and claim["name"] == self.name:
+                self._mine: dict[str, Any] = claim
+                return number
+            number += 1
+
+    def _adopt(self, number: int) -> str | None:
+        """Remember what segment ``number`` holds; the session that wrote it, or None if it does not exist."""
+        if not self.store.exists([self.store.segment_key(self.name, number)])[0]:
+            return None
+        (head,) = self.store.heads([(self._number, self.name, number)])
+        if isinstance(head, Exception):
+            raise head
+        table, size, session = head
+        self._remember(table, number, size)
+        return session
+
+    def _remember(self, table: InfoTable, number: int, size: int) -> None:
+        for item, (name, mark) in enumerate(zip(table.ragged["id"].texts(), table.fingerprints(), strict=True)):
+            self._known[name] = (mark, number, item)
+        self._sizes.append((number, size))
+
+    # -- putting ----------------------------------------------------------------------------------------------------
+
+    def _put(self, trajectories: list[Trajectory], *, grouped: bool, timeout: float) -> list[TrajectoryInfo]:
+        check_group(trajectories)
+        with self._lock:
+            self._refuse_if_closed()
+            self._agree(trajectories)
+            repeated = self._repeated(trajectories, grouped)
+            if repeated is not None:
+                return repeated
+            waited = False
+            while True:
+                number = self._next
+                segment = encode(
+                    trajectories, writer=self._number, segment=number, grouped=grouped, session=self._session
+                )
+                if not waited:
+                    self._wait_for_room(segment.nbytes, timeout, trajectories[0])
+                    waited = True
+                made = self.store.backend.create(self.store.segment_key(self.name, number), segment.parts)
+                self._next += 1
+                if made:
+                    self._remember(segment.table, number, segment.nbytes)
+                    self._confirm(number)
+                    return segment.table.infos()
+                # a put of ours whose reply was lost, or somebody else's: only the file can tell
+                if self._adopt(number) != self._session:
+    raise WriterConflict(
+                        f"writer {self.name!r}: segment {number} was written by another process. Two live writers "
+                        "use one name; give each its own. This group was not written."
+                    )
+                if (repeated := self._repeated(trajectories, grouped)) is not None:
+                    return repeated
+
+    def _agree(self, trajectories: Sequence[Trajectory]) -> None:
+        """All trajectories of a store have one schema; the first put makes it."""
+        schema = self.store.schema
+        if schema is None:
+            for t in trajectories[1:]:
+                check_schema(t, schema_of(trajectories[0]), f"trajectory {trajectories[0].id!r} of the same group")
+            made = json.dumps(schema_of(trajectories[0]).to_json()).encode()
+            self.store.backend.create("schema.json", [made])
+            schema = self.store.schema
+        assert schema is not None
+        for t in trajectories:
+            check_schema(t, schema, "this store")
+
+    def _repeated(self, trajectories: list[Trajectory], grouped: bool) -> list[TrajectoryInfo] | None:
+        """The infos of an earlier equal put; None if these ids are new."""
+        seen = [t for t in trajectories if t.id in self._known]
+        if not seen:
+            return None
+        if len(seen) < len(trajectories):
+            new = next(t for t in trajectories if t.id not in self._known)
+            raise InvalidTrajectory(
+                f"trajectory {seen[0].id!r} was already written in segment {self._known[seen[0].id][1]}, "
+                f"{new.id!r} of the same put was not; repeat a put as it was, or give new trajectories new ids."
+            )
+        table = encode(trajectories, writer=0, segment=0, grouped=grouped).table
+        for t, mark in zip(trajectories, table.fingerprints(), strict=True):
+            known, number, _ = self._known[t.id]
+            if known != mark:
+                raise InvalidTrajectory(
+                    f"trajectory {t.id!r} was already written with other content in "
+                    f"{self.store.segment_key(self.name, number)}; ids are unique in a store, choose a new one."
+                )
+        tables: dict[int, InfoTable] = {}
+        for number in {self._known[t.id][1] for t in trajectories}:
+            (head,) = self.store.heads([(self._number, self.name, number)])
+            if isinstance(head, Exception):
+                raise head
+            tables[number] = head[0]
+        return [tables[number][item] for _, number, item in (self._known[t.id] for t in trajectories)]
+
+    def _refuse_if_closed(self) -> None:
+        sealed, finished = self.store.exists(["sealed.json", "finished.json"])
+        if finished or sealed:
+            why = "finished by the trainer" if finished else "sealed"
+            raise StoreClosed(f"{self.store.url}: the store is {why}; writer {self.name!r} wrote nothing.")
+
+    def _confirm(self, number: int) -> None:
+        """A seal that ran beside this put may have counted without it; then it did not happen."""
+        if not self.store.exists(["sealed.json"])[0]:
+            return
+        counts = self.store.sealed() or []
+        if self._number >= len(counts) or number >= counts[self._number]:
+            raise StoreClosed(f"{self.store.url}: the store was sealed during this put; it will not be trained.")
+
+    def _wait_for_room(self, size: int, timeout: float, first: Trajectory) -> None:
+        limit = self.store.max_bytes
+        if limit is None:
+            return
+        if size > limit:
+            raise InvalidTrajectory(
+                f"group {first.group!r} of trajectory {first.id!r} takes {size} bytes, max_bytes is {limit}; raise it."
+            )
+        deadline = self.store.backend.now() + timeout
+        while True:
+            floor = self.store.floor(self._number)
+            while self._sizes and self._sizes[0][0] < floor:
+                self._sizes.popleft()
+            held = sum(n for _, n in self._sizes)
+            if held + size <= limit:
+                return
+            left = deadline - self.store.backend.now()
+            if left <= 0:
+                raise WaitTimeout(
+                    f"writer {self.name!r}: {held} of max_bytes={limit} are not reclaimed after {timeout:g} s, group "
+                    f"{first.group!r} needs {size} more. Is the trainer running and committing its checkpoints?"
+                )
+            self.store.exists(["finished.json", "sealed.json"], min(left, 0.5))
+            self._refuse_if_closed()

@@ -1,0 +1,212 @@
+"""Committed trajectories as a torchdata node, in the order of their writers' segments.
+
+No listing and no server: names are dense, so the next segment of every writer and the next writer are the only keys
+to look for, all in one wait. A writer that has been silent for t seconds is looked at every t / 100 s, 30 s at most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from knit_data.errors import InvalidArgument, KeyMissing, StateError
+from knit_data.infos import InfoTable, TrajectoryInfo
+from knit_data.store.store import TrajectoryStore
+
+_SLICE = 0.05  # seconds a wait may last before a stop is noticed
+_SILENCE, _SLOWEST = 0.01, 30.0  # look again after this share of the silence, and at least this often
+_HEADS = 32  # segment heads read ahead in one batch while catching up
+
+
+class _Tail:
+    """One writer's next segment."""
+
+    def __init__(self, name: str, at: int, now: float) -> None:
+        self.name, self.first, self.at, self.heard, self.due = name, at, at, now, now
+        self.end: int | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.end is not None and self.at >= self.end
+
+
+class TrajectoryStream(BaseNode[TrajectoryInfo]):
+    """Yields a ``TrajectoryInfo`` for every committed trajectory, each once.
+
+    ``follow=True`` waits for more until the store is sealed; ``follow=False`` ends at what is committed when reading
+    starts. Constructing does no I/O. State: per writer the next segment and row, JSON-able.
+    """
+
+    def __init__(self, store: TrajectoryStore, follow: bool = True, consumer: str = "trainer") -> None:
+        super().__init__()
+        if not isinstance(store, TrajectoryStore):
+            raise InvalidArgument(f"TrajectoryStream needs a TrajectoryStore, found {type(store).__name__}.")
+        if not isinstance(consumer, str) or not consumer:
+            raise InvalidArgument(f"consumer must be a name, found {consumer!r}.")
+        self.store, self.follow, self.consumer = store, follow, consumer
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tails: list[_Tail] = []
+        self._starts: dict[int, tuple[int, int]] = {}
+        self._rows: deque[TrajectoryInfo] = deque()
+        self._final: list[int] | None = None  # segment counts per writer, once known
+        self._taken: dict[int, tuple[int, int]] = {}  # writer -> next segment and row that next() will give
+        self._stopped = False
+
+    # -- node contract ----------------------------------------------------------------------------------------------
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        starts = {}
+        if initial_state is not None:
+            if initial_state.get("store") != self.store.id:
+                raise StateError(
+                    f"this stream state belongs to store {initial_state.get('store')!r}, the stream reads "
+                    f"{self.store.id!r}; open the store it was saved from."
+                )
+            starts = {w: (segment, item) for w, segment, item in initial_state["writers"]}
+        self._forget()
+        self._starts = starts
+        self._taken = dict(starts)
+
+    def next(self) -> TrajectoryInfo:
+        while not self._rows:
+            for table in self.poll(_SLICE):
+                writer, segment, _ = table[0].address
+                start = self._starts.get(writer, (0, 0))
+                skip = start[1] if start[0] == segment else 0
+                self._rows.extend(table.infos()[skip:])
+            if not self._rows and (self.ended or self._stopped):
+                raise StopIteration
+        info = self._rows.popleft()
+        writer, segment, item = info.address
+        whole = item + 1 == len(info.table)
+        self._taken[writer] = (segment + 1, 0) if whole else (segment, item + 1)
+        return info
+
+    def get_state(self) -> dict[str, Any]:
+        return {"store": self.store.id, "writers": [[w, s, i] for w, (s, i) in sorted(self._taken.items())]}
+
+    # -- for the sampler --------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        """Every segment that will ever come was polled."""
+        return self._final is not None and len(self._tails) >= len(self._final) and all(t.over for t in self._tails)
+
+    @property
+    def finite(self) -> bool:
+        """The end is known, whether or not it is reached."""
+        return not self.follow or self._final is not None
+
+    def firsts(self) -> dict[int, int]:
+        """Per writer the segment that reading began with."""
+        return {w: tail.first for w, tail in enumerate(self._tails)}
+
+    def poll(self, timeout: float) -> list[InfoTable]:
+        """Tables of new segments, one each; waits up to ``timeout`` seconds for the first, less after ``stop``."""
+        backend = self.store.backend
+        if self._final is None and not self.follow:
+            self._snapshot()
+        deadline = backend.now() + timeout
+        while not self._stopped:
+            found = self._look(0.0)
+            if found or self.ended:
+                return found
+            left = deadline - backend.now()
+            if left <= 0:
+                return []
+            found = self._look(min(left, _SLICE))
+            if found:
+                return found
+        return []
+
+    def stop(self) -> None:
+        """Makes a poll in another thread return soon, and later ones at once; reset starts anew."""
+        self._stopped = True
+        self.store.backend.interrupt()
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> None:
+        """What is committed now, for ``follow=False``."""
+        counts = []
+        while (claim := self.store.claim(len(counts))) is not None:
+            tail = self._tail(len(counts), claim)
+            counts.append(self.store.count_segments(tail.name, tail.at))
+        self._close(counts)
+
+    def _close(self, counts: Sequence[int]) -> None:
+        self._final = list(counts)
+        for tail, end in zip(self._tails, counts, strict=False):
+            tail.end = end
+
+    def _tail(self, writer: int, claim: Mapping[str, Any]) -> _Tail:
+        if writer < len(self._tails):
+            return self._tails[writer]
+        at = max(claim["first"], self._starts.get(writer, (0, 0))[0], self.store.floor(writer))
+        tail = _Tail(claim["name"], at, self.store.backend.now())
+        if self._final is not None and writer < len(self._final):
+            tail.end = self._final[writer]
+        self._tails.append(tail)
+        return tail
+
+    def _look(self, timeout: float) -> list[InfoTable]:
+        """One wait over everything that may appear, and the heads of what did."""
+        store, now = self.store, self.store.backend.now()
+        due = [(w, t) for w, t in enumerate(self._tails) if not t.over and t.due <= now]
+        keys = [store.segment_key(t.name, t.at) for _, t in due]
+        more = self._final is None or len(self._tails) < len(self._final)
+        if more:
+            keys.append(f"writers/{len(self._tails)}.json")
+        if self._final is None:
+            keys.append("sealed.json")
+        there = store.exists(keys, timeout) if keys else []
+        now = store.backend.now()
+        for (_, tail), yes in zip(due, there, strict=False):
+            if yes:
+                tail.heard = now
+            tail.due = now + (0.0 if yes else min((now - tail.heard) * _SILENCE, _SLOWEST))
+        ready = [(w, t) for (w, t), yes in zip(due, there, strict=False) if yes]
+        if self._final is None and there[-1]:
+            self._close(store.sealed() or [])
+            for tail in self._tails:
+                tail.due = now
+        if more and there[len(due)]:
+            while (claim := store.claim(len(self._tails))) is not None:
+                self._tail(len(self._tails), claim)
+        return self._read(ready)
+
+    def _read(self, ready: Sequence[tuple[int, _Tail]]) -> list[InfoTable]:
+        """The next segments of these writers: the one that is there, and more while catching up."""
+        wanted = []
+        for writer, tail in ready:
+            ahead = _HEADS if tail.end is None else min(_HEADS, tail.end - tail.at)
+            there = [True, *self._which(tail, ahead)]
+            for n in range(there.index(False) if False in there else len(there)):
+                wanted.append((writer, tail.name, tail.at + n))
+        tables = []
+        for (writer, _, number), head in zip(wanted, self.store.heads(wanted), strict=True):
+            tail = self._tails[writer]
+            if isinstance(head, KeyMissing) and self.store.floor(writer) > number:
+                tail.at = max(tail.at, self.store.floor(writer))  # reclaimed under our eyes: another consumer's work
+                continue
+            if isinstance(head, Exception):
+                raise head
+            tail.at = number + 1
+            tables.append(head[0])
+        return tables
+
+    def _which(self, tail: _Tail, ahead: int) -> list[bool]:
+        """Which of the following segments exist, looked up one by one until one is missing."""
+        out: list[bool] = []
+        while len(out) + 1 < ahead:
+            (yes,) = self.store.exists([self.store.segment_key(tail.name, tail.at + 1 + len(out))])
+            out.append(yes)
+            if not yes:
+                break
+        return out

@@ -1,0 +1,255 @@
+"""Words of the rollout side: a trajectory, its media, and the checks that a put makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import blake3
+import torch
+from torch import Tensor
+
+from knit_data.errors import InvalidTrajectory
+
+# Names that micro-batches compute; a column of the same name would be shadowed.
+RESERVED = frozenset({"labels", "cu_seqlens", "attention_mask"})
+# What safetensors can hold and a collator can pad.
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Media:
+    """One image, video or sound as its encoder takes it. Two media with equal content have equal digests.
+
+    ``tensors`` are the encoder's inputs, ``tokens`` the positions it fills in a trajectory, ``patches`` its cost in
+    the tower (``None``: as many as tokens).
+    """
+
+    tensors: Mapping[str, Tensor]
+    tokens: int
+    kind: str = "image"
+    patches: int | None = None
+
+    @property
+    def cost(self) -> int:
+        return self.tokens if self.patches is None else self.patches
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE3-256 over kind, counts and, per tensor, name, dtype, shape and bytes; 64 hex digits.
+
+        Shape and dtype are part of it: keys that leave them out have served wrong images elsewhere. It is
+        cryptographic because a wrong hit would train on the wrong image without a sound.
+        """
+        hasher = blake3.blake3(f"knit1|{self.kind}|{self.tokens}|{self.cost}".encode())
+        for name, tensor in sorted(self.tensors.items()):
+            data = tensor_bytes(tensor)
+            hasher.update(f"|{name}|{DTYPES[tensor.dtype]}|{tuple(tensor.shape)}|".encode())
+            hasher.update(data)
+        return hasher.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class MediaRef:
+    """Where one medium's features go: ``(start, length)`` in this trajectory, lengths summing to ``media.tokens``."""
+
+    media: Media
+    spans: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One response with its prompt.
+
+    ``tokens`` maps names to ``[n, ...]`` tensors, n >= 2; ``input_ids`` is needed. Entry t of every column belongs
+    to token t: ``logprobs[t]`` is the log-probability of ``input_ids[t]`` given what precedes it, and
+    ``loss_mask[t]`` (bool or finite float >= 0) weighs the prediction of ``input_ids[t]``, so ``loss_mask[0]`` is 0.
+    Without a ``loss_mask`` all tokens but the first count. ``values`` are per trajectory and have one shape in the
+    whole store; Python floats become float32. ``policy_version`` is the version at which generation *started*.
+
+    >>> t = Trajectory("q7/0", "q7", 3, {"input_ids": torch.tensor([5, 6, 7])}, {"reward": 1.0})
+    >>> check_group([t])
+    """
+
+    id: str
+    group: str
+    policy_version: int
+    tokens: Mapping[str, Tensor]
+    values: Mapping[str, Tensor | float] = field(default_factory=dict)
+    media: Sequence[MediaRef] = ()
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    mean_policy_version: float | None = None
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The elements in row-major order as bytes; no copy for a contiguous CPU tensor."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def value_tensor(value: Tensor | float) -> Tensor:
+    """A per-trajectory value as stored: Python numbers and half-precision scalars as float32."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float32)
+    if value.ndim == 0 and value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()
+    return value
+
+
+def check_group(trajectories: Sequence[Trajectory]) -> None:
+    """Raise ``InvalidTrajectory`` for the first trajectory that could not be trained on as it stands."""
+    if not trajectories:
+        raise InvalidTrajectory("a put needs at least one trajectory, found none; skip empty groups before the put.")
+    for trajectory in trajectories:
+        _check(trajectory)
+    first, ids = trajectories[0], set()
+    for other in trajectories:
+        name = f"trajectory {other.id!r}"
+        if other.id in ids:
+            raise InvalidTrajectory(f"{name} stands twice in group {other.group!r}; ids are unique in a store.")
+        ids.add(other.id)
+        if other.group != first.group:
+            raise InvalidTrajectory(
+                f"{name} belongs to group {other.group!r}, the first of this put to {first.group!r}; "
+                "put one group at a time."
+            )
+        if dict(other.attributes) != dict(first.attributes):
+            raise InvalidTrajectory(
+                f"{name} has attributes {dict(other.attributes)}, others of group {other.group!r} have "
+                f"{dict(first.attributes)}; quotas count groups, so attributes are the same for all members."
+            )
+
+
+def check_name(what: str, text: object) -> None:
+    """Names and ids: 1 to 255 bytes of printable text without spaces at the ends."""
+    if not isinstance(text, str):
+        raise InvalidTrajectory(f"{what} must be a string, found {type(text).__name__} {text!r}.")
+    size = len(text.encode("utf-8", "surrogatepass"))
+    bad = "is empty" if not text else "is longer than 255 bytes" if size > 255 else ""
+    bad = bad or ("" if text.isprintable() and text == text.strip() else "has control characters or outer spaces")
+    if bad:
+        raise InvalidTrajectory(f"{what} {text[:80]!r} {bad}; use 1 to 255 bytes of printable text.")
+
+
+def _check(t: Trajectory) -> None:
+    check_name("trajectory id", t.id)
+    check_name(f"group of trajectory {t.id!r}", t.group)
+    who = f"trajectory {t.id!r}"
+    if isinstance(t.policy_version, bool) or not isinstance(t.policy_version, int) or not 0 <= t.policy_version < 2**62:
+        raise InvalidTrajectory(
+            f"{who}: policy_version must be an int >= 0, found {t.policy_version!r}; "
+            "use the version that travelled with the weights when generation started."
+        )
+    if t.mean_policy_version is not None and not (
+        math.isfinite(t.mean_policy_version) and t.mean_policy_version >= t.policy_version
+    ):
+        raise InvalidTrajectory(
+            f"{who}: mean_policy_version must be a finite number >= policy_version {t.policy_version}, "
+            f"found {t.mean_policy_version!r}."
+        )
+    for key, value in t.attributes.items():
+        check_name(f"{who}: attribute name", key)
+        check_name(f"{who}: attribute {key!r}", value)
+    n = _check_tokens(t, who)
+    for name, raw in t.values.items():
+        check_name(f"{who}: value name", name)
+        if name in RESERVED or name in t.tokens:
+            raise InvalidTrajectory(f"{who}: the value name {name!r} is taken by a column; rename it.")
+        _check_tensor(f"{who}: value {name!r}", value_tensor(raw))
+    _check_media(t, who, n)
+
+
+def _check_tokens(t: Trajectory, who: str) -> int:
+    ids = t.tokens.get("input_ids")
+    if ids is None:
+        raise InvalidTrajectory(f"{who}: tokens need 'input_ids', found {sorted(t.tokens)}.")
+    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype not in _INTEGERS or len(ids) < 2:
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise InvalidTrajectory(f"{who}: input_ids must be integers of shape [n], n >= 2, found {found}.")
+    n = len(ids)
+    for name, column in t.tokens.items():
+        check_name(f"{who}: column name", name)
+        what = f"{who}: column {name!r}"
+        if name in RESERVED:
+            raise InvalidTrajectory(f"{what}: the name is computed by micro-batches; rename it.")
+        _check_tensor(what, column)
+        if column.ndim == 0 or len(column) != n:
+            raise InvalidTrajectory(
+                f"{what} has shape {list(column.shape)}, input_ids has {n} tokens; entry t of a column is for token t, "
+                "fill with 0 where there is nothing."
+            )
+    mask = t.tokens.get("loss_mask")
+    if mask is not None:
+        if mask.ndim != 1 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            raise InvalidTrajectory(
+                f"{who}: loss_mask must be bool or float of shape [{n}], found {mask.dtype} {list(mask.shape)}."
+            )
+        if mask[0] != 0 or (mask < 0).any():
+            raise InvalidTrajectory(
+                f"{who}: loss_mask[0] must be 0 and no entry negative, found loss_mask[0] = {mask[0].item()}, "
+                f"smallest {mask.min().item()}; loss_mask[t] weighs predicting input_ids[t], and nothing precedes "
+                "the first token."
+            )
+    return n
+
+
+def _check_tensor(what: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidTrajectory(f"{what} must be a tensor, found {type(tensor).__name__}.")
+    if tensor.dtype not in DTYPES or tensor.is_sparse or tensor.layout != torch.strided:
+        raise InvalidTrajectory(
+            f"{what} has dtype {tensor.dtype} and layout {tensor.layout}; dense tensors of {sorted(DTYPES.values())} "
+            "can be stored."
+        )
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise InvalidTrajectory(
+            f"{what} holds {bad} NaN or infinite of {tensor.numel()} entries; one would poison every gradient. "
+            "Write 0 where loss_mask is 0, and drop trajectories whose rewards failed."
+        )
+
+
+def _check_media(t: Trajectory, who: str, n: int) -> None:
+    taken: list[tuple[int, int]] = []
+    for i, ref in enumerate(t.media):
+        media = ref.media
+        what = f"{who}: media {i}"
+        if media.tokens < 1 or media.cost < 0 or not media.tensors:
+            raise InvalidTrajectory(
+                f"{what}: needs tensors, tokens >= 1 and patches >= 0, found {len(media.tensors)} tensors, "
+                f"tokens {media.tokens}, patches {media.patches}."
+            )
+        check_name(f"{what}: kind", media.kind)
+        for name, tensor in media.tensors.items():
+            check_name(f"{what}: tensor name", name)
+            _check_tensor(f"{what}: tensor {name!r}", tensor)
+        lengths = sum(length for _, length in ref.spans)
+        if lengths != media.tokens:
+            raise InvalidTrajectory(
+                f"{what}: spans {list(ref.spans)} cover {lengths} positions, the medium fills {media.tokens}; "
+                "count placeholders after the processor, not before."
+            )
+        for start, length in ref.spans:
+            if length < 1 or start < 0 or start + length > n:
+                raise InvalidTrajectory(
+                    f"{what}: span ({start}, {length}) lies outside the {n} tokens; cut media with their placeholders."
+                )
+            taken.append((start, length))
+    taken.sort()
+    for (start, length), (following, _) in zip(taken, taken[1:], strict=False):
+        if start + length > following:
+            raise InvalidTrajectory(f"{who}: media spans overlap at position {following}; a position has one feature.")
