@@ -163,6 +163,8 @@ def open_backend(url: str | os.PathLike[str], *, fsync: bool = False, **storage_
             f"no back end for {scheme + ':'!r}, in {text!r}: supported now are a path, file:///path and memory://name "
             "(a relative path with a colon in its first part: ./…)"
         )
+    if not text:
+        raise InvalidArgument("a store needs a folder or URL, got an empty one")
     if storage_options:
         raise InvalidArgument(f"{text!r} takes no storage options, got {', '.join(sorted(storage_options))}")
     if scheme == "memory":

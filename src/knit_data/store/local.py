@@ -41,8 +41,6 @@ class LocalBackend:
     traits = Traits(durable=True, push=False, whole_object=False, poll=_FIRST_POLL, gap=0)
 
     def __init__(self, root: str | os.PathLike[str], fsync: bool = False) -> None:
-        if not os.fspath(root):
-            raise InvalidArgument("the folder of a store needs a name, got an empty path")
         self._root = os.path.abspath(root)
         self._fsync = fsync
         self._synced: set[str] = set()  # folders whose names this back end has made durable
@@ -60,8 +58,8 @@ class LocalBackend:
                 linked = self._link_unnamed(path, views)
                 made = self._link_named(path, views) if linked is None else linked
         if self._fsync:
-            with _storage(f"sync {path}; it is visible, and creating it again will sync it"), suppress(FileNotFoundError):
-                if not made:  # perhaps made, and not yet synced, by a process that is gone
+            with _storage(f"sync {path}, which is visible; create it again"), suppress(FileNotFoundError):
+                if not made:  # perhaps made, and not yet synced, by a process that is gone; perhaps deleted since
                     _sync(path)
                 _sync(folder)
         return made
@@ -293,8 +291,7 @@ def _fill(fd: int, path: str, read: Read) -> KnitError | None:
     while done < wanted:
         got = os.preadv(fd, [read.out[done:]], read.start + done)
         if not got:
-            text = f"{path}: asked for {wanted:,} bytes at {read.start:,}, found {done:,}"
-            return ShortRead(f"{text}: the file has {os.fstat(fd).st_size:,}", found=done)
+            return ShortRead(f"{path}: asked for {wanted:,} bytes at {read.start:,}, found only {done:,}", found=done)
         done += got
     return None
 
