@@ -1,0 +1,1 @@
+"""Bytes in and out: segments, and the back ends that hold them."""
