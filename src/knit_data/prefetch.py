@@ -187,14 +187,14 @@ class Prefetcher:
     def _step(self) -> None:
         """Do the most urgent thing; without one, wait a little."""
         try:
-            job = self._choose()
-            if job is None:
-                with self._turn:
-                    if not self._stop and self._need is None:
-                        self._turn.wait(_IDLE if self._exchange.world > 1 else 1.0)
-            elif isinstance(job, _Need):
+            wanted = self._exchange.wanted() if self._exchange.rank == 0 else -1
+            with self._turn:
+                job = self._choose(wanted)
+                if job is None and not self._stop:
+                    self._turn.wait(_IDLE if self._exchange.world > 1 else 1.0)
+            if isinstance(job, _Need):
                 self._read(job)
-            else:
+            elif job is not None:
                 self._try_admit(job)
         except BaseException as e:
             self._exchange.report(e)
@@ -202,25 +202,23 @@ class Prefetcher:
                 self._error = e
                 self._turn.notify_all()
 
-    def _choose(self) -> _Need | int | None:
-        wanted = self._exchange.wanted() if self._exchange.rank == 0 else -1
-        with self._turn:
-            if self._need is not None and self._need.result is None and not self._buffered(self._need):
-                need = self._need
-                if not need.extra:
-                    self._minis[need.mini].read = need.micro + 1
-                return need
-            going = self._end is None
-            if going and max(self._asked, wanted) >= self._admitted:
-                return self._admitted
-            if sum(len(m.ready) for m in self._minis.values()) < self._depth:
-                for i, live in self._minis.items():
-                    if live.read < live.share.count:
-                        live.read += 1
-                        return _Need(i, live.read - 1)
-            if going and self._depth and all(m.handed >= m.share.count for m in self._minis.values()):
-                return self._admitted
-            return None
+    def _choose(self, wanted: int) -> _Need | int | None:
+        need = self._need
+        if need is not None and need.result is None and not self._buffered(need):
+            if not need.extra:
+                self._minis[need.mini].read = need.micro + 1
+            return need
+        going = self._end is None
+        if going and max(self._asked, wanted) >= self._admitted:
+            return self._admitted
+        if sum(len(m.ready) for m in self._minis.values()) < self._depth:
+            for i, live in self._minis.items():
+                if live.read < live.share.count:
+                    live.read += 1
+                    return _Need(i, live.read - 1)
+        if going and self._depth and all(m.handed >= m.share.count for m in self._minis.values()):
+            return self._admitted
+        return None
 
     def _read(self, need: _Need) -> None:
         self._exchange.check_peers()

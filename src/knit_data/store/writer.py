@@ -125,7 +125,7 @@ class StoreWriter:
                     return segment.table.infos()
                 # a put of ours whose reply was lost, or somebody else's: only the file can tell
                 if self._adopt(number) != self._session:
-    raise WriterConflict(
+                    raise WriterConflict(
                         f"writer {self.name!r}: segment {number} was written by another process. Two live writers "
                         "use one name; give each its own. This group was not written."
                     )
