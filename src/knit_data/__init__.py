@@ -1,0 +1,1 @@
+"""A data loader and sampler toolkit for reinforcement learning of language models."""
