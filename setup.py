@@ -44,6 +44,7 @@ else:
         extra_compile_args={
             "cxx": [
                 "-O3",
+                "-g0",  # Python's own flags say -g: 590 KB instead of 60
                 "-Wall",
                 "-fvisibility=hidden",
                 f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
