@@ -1,0 +1,52 @@
+# Every target sets up what it needs: a machine with Python, a C++ compiler and make is enough.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+
+BIN   := .venv/bin
+READY := .venv/.ready
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo    train the GRPO example; results in out/demo"
+	@echo "make test    all tests, warnings are errors"
+	@echo "make check   ruff, mypy --strict, layers"
+	@echo "make bench   all benchmarks"
+	@echo "make clean   remove what was built; .venv goes too"
+	@echo "The first of them makes .venv with PYTHON=$(PYTHON) and TORCH='$(TORCH)'."
+
+# torch comes first and by its version: the build of the extension needs it, and nothing else may choose it.
+$(READY): pyproject.toml setup.py $(wildcard csrc/*)
+	@test -x $(BIN)/python || { echo "venv: creating .venv"; $(PYTHON) -m venv .venv; }
+	@echo "venv: installing build tools"
+	@$(PIP) 'setuptools>=77' wheel ninja
+	@echo "venv: installing $(TORCH)"
+	@$(PIP) $(TORCH)
+	@echo "venv: building knit_data and installing what it needs"
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@mkdir -p out/demo
+	@$(BIN)/python examples/grpo_text.py --out out/demo
+
+test: $(READY)
+	@$(BIN)/python -W error -m pytest
+
+check: $(READY)
+	@echo "check: ruff"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@echo "check: mypy"
+	@$(BIN)/mypy --no-error-summary
+	@echo "check: layers"
+	@$(BIN)/python -W error -m pytest --quiet tests/test_layers.py
+
+bench: $(READY)
+	@set -e; for file in benchmarks/bench_*.py; do echo "bench: $$file"; $(BIN)/python "$$file"; done
+
+clean:
+	@rm -rf .venv build dist out src/*.egg-info src/knit_data/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

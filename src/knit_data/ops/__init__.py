@@ -1,0 +1,10 @@
+"""Data movement as ``torch.library`` operators in the namespace ``knit``.
+
+One op family a file: its schema, reference, fake and public function. The C++ twin has the file's name in csrc/.
+"""
+
+from __future__ import annotations
+
+from knit_data.ops.gather import gather_ranges
+
+__all__ = ["gather_ranges"]

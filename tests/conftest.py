@@ -1,0 +1,39 @@
+"""What every test gets: the same seeds, and a look at the threads that it leaves behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# Tests contain no clocks: a slow machine must not fail a property.
+settings.register_profile("knit", deadline=None, print_blob=True)
+settings.load_profile("knit")
+
+JOIN_SECONDS = 10  # for a thread that is on its way out; one that is not fails the test all the same
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = []
+    for thread in set(threading.enumerate()) - before:
+        if not thread.daemon or thread.name.startswith("knit-"):
+            thread.join(JOIN_SECONDS)
+            if thread.is_alive():
+                left.append(thread.name)
+    if left:
+        pytest.fail(f"the test left threads alive: {sorted(left)}; close what it opened")
