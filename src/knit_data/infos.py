@@ -7,6 +7,7 @@ stays columnar from file to rank: 8,192 rows as JSON held the interpreter lock f
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -35,7 +36,7 @@ class Field:
 
     @property
     def row_bytes(self) -> int:
-        return _ITEM_BYTES[self.dtype] * int(np.prod(self.shape, dtype=np.int64))
+        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ class Ragged:
     def texts(self) -> list[str]:
         blob, ptr = self.data.tobytes(), self.ptr.tolist()
         return [blob[a:b].decode() for a, b in pairwise(ptr)]
+
+    def rows(self, first: int, last: int) -> Ragged:
+        ptr = self.ptr[first : last + 1]
+        return Ragged(self.data[ptr[0] : ptr[-1]], ptr - ptr[0])
 
     def take(self, rows: Array) -> Ragged:
         lengths = self.lengths[rows]
@@ -199,6 +204,12 @@ class InfoTable(Table):
         if len(spans.data):
             spans.data[:, 0] = inverse
         return InfoTable(**parts, schema=self.schema, media=self.media.take(used))
+
+    def rows(self, first: int, last: int) -> InfoTable:
+        """Rows ``first`` to ``last - 1`` as views; all media stay."""
+        columns = {k: v[first:last] for k, v in self.columns.items()}
+        ragged = {k: v.rows(first, last) for k, v in self.ragged.items()}
+        return replace(self, columns=columns, ragged=ragged)
 
     @staticmethod
     def concat(tables: Sequence[InfoTable]) -> InfoTable:

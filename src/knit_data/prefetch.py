@@ -27,7 +27,7 @@ from knit_data.errors import UsageError
 from knit_data.exchange import Exchange
 from knit_data.share import End, Share
 
-Admit = Callable[[int, float], Share | End | None]
+Admit = Callable[[int, float, bool], Share | End | None]  # number, seconds to wait, whether it is waited for
 _SLICE = 0.05  # seconds one admission attempt may wait for data
 _IDLE = 0.02  # seconds between looks for what other ranks want
 _PATIENCE = 0.2  # seconds that next() waits to learn whether the stream has ended
@@ -195,7 +195,7 @@ class Prefetcher:
             if isinstance(job, _Need):
                 self._read(job)
             elif job is not None:
-                self._try_admit(job)
+                self._try_admit(job, wanted)
         except BaseException as e:
             self._exchange.report(e)
             with self._turn:
@@ -239,9 +239,10 @@ class Prefetcher:
             self._turn.notify_all()
         del micro  # this frame must not keep the last batch's lease alive
 
-    def _try_admit(self, i: int) -> None:
+    def _try_admit(self, i: int, wanted: int) -> None:
         self._exchange.check_peers()
-        result = self._admit(i, _SLICE)
+        needed = max(self._asked, wanted) >= i
+        result = self._admit(i, _SLICE, needed)
         with self._turn:
             if isinstance(result, Share):
                 self._minis[i] = Live(result)
@@ -249,7 +250,7 @@ class Prefetcher:
             elif result is not None:
                 self._end = result
             self._turn.notify_all()
-        if result is None and self._late < i and self._is_late(i):
+        if result is None and needed and self._late < i and self._is_late(i):
             with self._turn:
                 self._late = i
                 self._turn.notify_all()
@@ -258,9 +259,7 @@ class Prefetcher:
         """Rank 0 decides for all that next() need not wait for i any longer."""
         exchange = self._exchange
         if exchange.rank:
-            return self._asked >= i and exchange.is_late(i)
-        if max(self._asked, exchange.wanted()) < i:
-            return False
+            return exchange.is_late(i)
         now = time.monotonic()
         if self._patience is None:
             self._patience = now + _PATIENCE

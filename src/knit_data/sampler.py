@@ -159,16 +159,16 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         }
         return Ledger(self.stream.store.id, terms, remember_all=self.staleness is None)
 
-    def admit(self, timeout: float) -> Admitted | None:
+    def admit(self, timeout: float, needed: bool = True) -> Admitted | None:
         """One attempt: what is there is drained first, then up to ``timeout`` seconds are waited for more.
 
-        None: not yet. Raises StopIteration at the end of the stream, WaitTimeout, or what makes a group invalid.
+        None: not yet. ``needed``: the trainer waits for it; only then does the sampler's own time-out run. Raises StopIteration at the end of the stream, WaitTimeout, or what makes a group invalid.
         """
         self._required()
         if self._failure is not None:
             raise self._failure
         try:
-            return self._attempt(timeout)
+            return self._attempt(timeout, needed)
         except KnitError as e:
             self._failure = e
             raise
@@ -203,7 +203,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         version = int(table.columns["policy_version"].min())
         return Group(table[0].group, table, (), version, 0)
 
-    def _attempt(self, timeout: float) -> Admitted | None:
+    def _attempt(self, timeout: float, needed: bool) -> Admitted | None:
         admission, clock = self._admission, self.stream.store.backend
         if admission.over:
             raise StopIteration
@@ -218,7 +218,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
                 raise StopIteration
             return self._commit(self._choose() or [])
         now = clock.now()
-        if self._waiting_since is None:
+        if self._waiting_since is None or not needed:
             self._waiting_since = now
         elif now - self._waiting_since > self.timeout:
             raise WaitTimeout(
