@@ -50,3 +50,14 @@ def sampler(store: kd.TrajectoryStore, follow: bool = True, **changes: Any) -> k
     arguments: dict[str, Any] = {"train_batch_size": 8, "mini_batch_size": 2, "group_size": 4}
     arguments.update(changes)
     return kd.QuotaSampler(kd.TrajectoryStream(store, follow=follow), **arguments)
+
+
+def loader(store: kd.TrajectoryStore, cap: int = 64, options: dict[str, Any] | None = None, **changes: Any):
+    """A loader on the CPU over ``sampler(store, **changes)``; ``options`` are its own."""
+    return kd.TrajectoryLoader(sampler(store, **changes), cap, **{"device": "cpu", **(options or {})})
+
+
+def read_through(mini: kd.MiniBatch) -> tuple[int, int, list[str]]:
+    """Iterate a mini-batch to its end: index, epoch and the trajectories of this rank."""
+    ids = [info.id for micro in mini for info in micro.infos]
+    return mini.index, mini.epoch, sorted(ids)
