@@ -162,7 +162,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
     def admit(self, timeout: float, needed: bool = True) -> Admitted | None:
         """One attempt: what is there is drained first, then up to ``timeout`` seconds are waited for more.
 
-        None: not yet. ``needed``: the trainer waits for it; only then does the sampler's own time-out run. Raises StopIteration at the end of the stream, WaitTimeout, or what makes a group invalid.
+        None: not yet. ``needed``: the trainer waits for it; only then does the sampler's own time-out run. Raises
+        StopIteration at the end of the stream, WaitTimeout, or what makes a group invalid.
         """
         self._required()
         if self._failure is not None:

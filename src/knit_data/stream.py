@@ -114,9 +114,11 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             self._snapshot()
         deadline = backend.now() + timeout
         while not self._stopped:
-            found = self._look(0.0)
-            if found or self.ended:
-                return found
+            known = -1
+            while known != self._known():  # a new writer may have segments, a seal may end it all
+                known = self._known()
+                if (found := self._look(0.0)) or self.ended:
+                    return found
             left = deadline - backend.now()
             if left <= 0:
                 return []
@@ -154,6 +156,9 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             tail.end = self._final[writer]
         self._tails.append(tail)
         return tail
+
+    def _known(self) -> int:
+        return len(self._tails) * 2 + (self._final is not None)
 
     def _look(self, timeout: float) -> list[InfoTable]:
         """One wait over everything that may appear, and the heads of what did."""
