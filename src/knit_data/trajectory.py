@@ -103,7 +103,8 @@ class Trajectory:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements in row-major order as bytes; no copy for a contiguous CPU tensor."""
-    flat = tensor.detach().cpu().resolve_neg().contiguous().reshape(-1)
+    dense = tensor.detach().cpu().resolve_neg().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # of one element, reshape(-1) would keep any stride
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
