@@ -44,11 +44,17 @@ class Bounds:
 
 
 def at_least(count: int) -> Bounds:
-    return _bounds("at_least", (count, None))
+    return Bounds(_count("at_least", count), None)
 
 
 def at_most(count: int) -> Bounds:
-    return _bounds("at_most", (0, count))
+    return Bounds(0, _count("at_most", count))
+
+
+def _count(what: str, count: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise InvalidArgument(f"{what} takes a count of groups, an int >= 0, found {count!r}.")
+    return count
 
 
 @dataclass(frozen=True)
