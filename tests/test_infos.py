@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from makers import trajectory
 from strategies import groups, shapes
@@ -91,6 +91,7 @@ def test_ragged_texts_come_back(texts: list[str]) -> None:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=50)
 @given(tables(), st.data())
 def test_rows_are_concatenated_and_taken_like_lists(parts: list[InfoTable], data: st.DataObject) -> None:
     whole = InfoTable.concat(parts)
@@ -106,6 +107,7 @@ def test_rows_are_concatenated_and_taken_like_lists(parts: list[InfoTable], data
     assert described(taken.take(np.array(again, np.int64))) == [rows[picks[i]] for i in again]
 
 
+@settings(max_examples=50)
 @given(tables(), st.text(st.characters(exclude_categories=["Cs"])), st.booleans())
 def test_bytes_bring_back_the_table_and_the_note(parts: list[InfoTable], note: str, empty: bool) -> None:
     table = InfoTable.concat(parts)
@@ -117,6 +119,7 @@ def test_bytes_bring_back_the_table_and_the_note(parts: list[InfoTable], note: s
     assert InfoTable.concat([back, table]).ragged["id"].texts() == table.ragged["id"].texts() * 2
 
 
+@settings(max_examples=50)
 @given(tables(1), st.dictionaries(st.sampled_from(["len:x", "value.y", "é", "id", "media.z"]), st.just(0.5)))
 def test_annotations_of_any_name_are_values(parts: list[InfoTable], names: dict[str, float]) -> None:
     table = parts[0].with_values({name: [i + x for i in range(len(parts[0]))] for name, x in names.items()})
