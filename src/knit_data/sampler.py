@@ -78,6 +78,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             raise InvalidArgument(f"group_size must be at least 1, found {group_size}.")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InvalidArgument(f"seed must be an int, found {seed!r}.")
+        if groups is not None and not isinstance(groups, GroupPolicy):
+            raise InvalidArgument(f"groups must be a GroupPolicy or None, found {groups!r}.")
         if not timeout > 0:
             raise InvalidArgument(f"timeout must be above 0 seconds, found {timeout!r}.")
         self.stream, self.timeout, self.seed = stream, timeout, seed
