@@ -67,3 +67,14 @@ def completable(counts: Sequence[int], bounds: Sequence[tuple[int, int]], left: 
     return any(
         low <= counts[0] + more <= high and completable(counts[1:], bounds[1:], left - more) for more in range(left + 1)
     )
+
+
+def loader(store: kd.TrajectoryStore, cap: int = 64, options: dict[str, Any] | None = None, **changes: Any):
+    """A loader on the CPU over ``sampler(store, **changes)``; ``options`` are its own."""
+    return kd.TrajectoryLoader(sampler(store, **changes), cap, **{"device": "cpu", **(options or {})})
+
+
+def read_through(mini: kd.MiniBatch) -> tuple[int, int, list[str]]:
+    """Iterate a mini-batch to its end: index, epoch and the trajectories of this rank."""
+    ids = [info.id for micro in mini for info in micro.infos]
+    return mini.index, mini.epoch, sorted(ids)

@@ -27,6 +27,7 @@ _SUMMED = (
     *("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s", "wait_s"),
 )
 _names = itertools.count()
+_UNREAD = 1000  # mini-batches taken and not touched: nobody trains like this, and the list would grow for ever
 _CLOSED = "the loader is closed; build a new one, with load_state_dict to go on."
 
 
@@ -111,6 +112,12 @@ class TrajectoryLoader:
         if not ahead and not self.running().there(self._next):
             self._end()
             raise StopIteration
+        unread = self._next - (0 if self._touched is None else self._touched.number + 1)
+        if unread >= _UNREAD:
+            raise UsageError(
+                f"{unread} mini-batches were taken and none of them was read. Iterate over each before taking more: "
+                "list(loader) would never end."
+            )
         mini = self._last = MiniBatch(self, self._next, self._era)
         self._next += 1
         return mini
@@ -229,7 +236,9 @@ class TrajectoryLoader:
 
     def must_be_current(self, mini: MiniBatch) -> None:
         if mini.era != self._era:
-            raise UsageError("this mini-batch is over: load_state_dict was called since; take a new one from the loader.")
+            raise UsageError(
+                "this mini-batch is over: load_state_dict was called since; take a new one from the loader."
+            )
         if mini.number < self._settled:
             raise UsageError(
                 "this mini-batch is over: a later one was touched, or state_dict() counted it as consumed. Make extra "
