@@ -16,8 +16,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "infos", "errors"),
     ("quotas", "admission", "planning", "staleness", "groups", "ledger", "ops"),
     ("store",),
-    ("stream", "sampler", "exchange", "collate", "prefetch"),
-    ("encoder", "loader", "batch", "pacing", "simulate"),
+    ("stream", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),
+    ("encoder", "minibatch", "loader", "pacing", "simulate"),
     ("integrations", "__main__"),
 )
 TOP = len(LAYERS)

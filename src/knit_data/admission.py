@@ -198,9 +198,7 @@ def mini_batch(tables: Sequence[InfoTable], index: int, before: Progress, is_las
     )
 
 
-def explain(
-    admission: Admission, incomplete: Mapping[Combination, int], dropped: Mapping[str, int]
-) -> str:
+def explain(admission: Admission, incomplete: Mapping[Combination, int], dropped: Mapping[str, int]) -> str:
     """One sentence: what the open mini-batch needs, what is there, and what is short."""
     p, sizes, seats = admission.progress, admission.sizes, admission.seats
     waiting: dict[Combination, int] = {}
@@ -214,12 +212,11 @@ def explain(
         parts = [f"{sum(waiting.values())} complete, {sum(incomplete.values())} incomplete"]
     short = [f"{n} {'/'.join(c)}" for c, n in seats.deficits().items() if n > waiting.get(c, 0)]
     text = (
-        f"train batch {p.train_batch}, mini-batch {p.position + 1} of {sizes.minis} waits for {sizes.mini_batch} groups "
-        f"that fit: {'; '.join(parts)}; {seats.free()} free of {seats.left} seats left"
+        f"train batch {p.train_batch}, mini-batch {p.position + 1} of {sizes.minis} waits for {sizes.mini_batch} "
+        f"groups that fit: {'; '.join(parts)}; {seats.free()} free of {seats.left} seats left"
     )
     if short:
         text += f"; short of {', '.join(short)}"
     if dropped:
         text += "; dropped " + ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
     return text + "."
-

@@ -93,7 +93,7 @@ class Collator:
             place.at, size = size, -(-(size + place.nbytes) // ALIGN) * ALIGN
         arena, owner = self.pool.lease(size)
         views = {name: _view(arena, place) for name, place in places.items()}
-        masked = self._fill(share, table, slots, views, places)
+        masked = self._fill(share, table, slots, views)
         del arena, views
         owner = owner.to(self.device)
         tensors = {n: _tensor(owner, p) for n, p in places.items() if not p.hidden}
@@ -144,9 +144,7 @@ class Collator:
 
     # -- filling ----------------------------------------------------------------------------------------------------
 
-    def _fill(
-        self, share: Share, table: InfoTable, slots: Slots, views: dict[str, Array], places: dict[str, _Place]
-    ) -> list[int]:
+    def _fill(self, share: Share, table: InfoTable, slots: Slots, views: dict[str, Array]) -> list[int]:
         """Everything into the arena; the rows that were corrupt and are masked."""
         ids = views["input_ids"]
         if not slots.full:
@@ -157,8 +155,8 @@ class Collator:
         rows = views["rows"]
         rows[...] = len(table)
         _spread(rows, slots, np.arange(len(table)))
-        masked = self._read(share, table, slots, views, places)
-        self._masks(table, slots, views, masked)
+        masked = self._read(share, table, slots, views)
+        self._masks(table, slots, views)
         for i in masked:
             self._blank(table.schema, slots, views, i)
         for name in table.value_names:
@@ -172,9 +170,7 @@ class Collator:
             views["attention_mask"].reshape(-1)[...] = rows < len(table)
         return masked
 
-    def _read(
-        self, share: Share, table: InfoTable, slots: Slots, views: dict[str, Array], places: dict[str, _Place]
-    ) -> list[int]:
+    def _read(self, share: Share, table: InfoTable, slots: Slots, views: dict[str, Array]) -> list[int]:
         """Ranges from the store to their final place, verified. Returns the rows to mask."""
         keys, names = self._keys(share, table), table.schema.names
         reads: list[Read] = []
@@ -190,7 +186,7 @@ class Collator:
                 lengths = np.where(mask_bytes == width, slots.lengths * width, 0)
                 jobs.append((name, len(names) - 1, slots.starts * width, lengths))
         for name, column, starts, lengths in jobs:
-            raw = memoryview(views[name].reshape(-1).view(np.uint8)) if views[name].size else memoryview(b"")
+            raw = views[name].reshape(-1).view(np.uint8).data if views[name].size else memoryview(b"")
             at = table.columns["offsets"][:, column]
             for first, last in _joined(keys, at, starts, lengths):
                 begin, end = int(starts[first]), int(starts[last - 1] + lengths[last - 1])
@@ -238,7 +234,7 @@ class Collator:
         cells = zip(table.columns["writer"].tolist(), table.columns["segment"].tolist(), strict=True)
         return [self.store.segment_key(share.names[w], s) for w, s in cells]
 
-    def _masks(self, table: InfoTable, slots: Slots, views: dict[str, Array], masked: Sequence[int]) -> None:
+    def _masks(self, table: InfoTable, slots: Slots, views: dict[str, Array]) -> None:
         """The loss mask as float32, whichever way it is stored; 0 on padding and corrupt rows."""
         out, kind = views["loss_mask"].reshape(-1), table.columns["mask_bytes"]
         row_kind = np.append(kind, -1)[views["rows"]]
@@ -318,7 +314,8 @@ def _spread(out: Array, slots: Slots, values: Array) -> None:
 
 def _token_slots(slots: Slots) -> Array:
     ends = np.cumsum(slots.lengths)
-    return np.arange(int(ends[-1])) + np.repeat(slots.starts - (ends - slots.lengths), slots.lengths)
+    out: Array = np.arange(int(ends[-1])) + np.repeat(slots.starts - (ends - slots.lengths), slots.lengths)
+    return out
 
 
 def _cumulative(slots: Slots, layout: Layout) -> Array:

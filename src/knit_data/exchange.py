@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in torch's own __all__
 from torch.distributed.device_mesh import DeviceMesh
 
 from knit_data import errors
@@ -45,11 +46,11 @@ class Exchange:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
         self.dp_rank, self.dp_size = _data_parallel(mesh, dp, self.rank, self.world)
         self.generation = 0
-        self._published = -1
+        self._published = self._late = -1
         self._unread: list[str] = []
         self._pause, self._next_look = _FASTEST, 0.0
-        self._server: dist.TCPStore | None = None
-        self._caller: dist.TCPStore | None = None  # the calling thread's client; the loader's thread has _server
+        self._server: TCPStore | None = None
+        self._caller: TCPStore | None = None  # the calling thread's client; the loader's thread has _server
         self._closed = False
         if self.world > 1:
             self._connect(config)
@@ -78,8 +79,12 @@ class Exchange:
 
     def late(self, i: int) -> None:
         """Rank 0 hands out mini-batch i before it is admitted; the others may too."""
+        self._late = i
         if self.world > 1:
             self._set(f"late/{self.generation}/{i}", b"1")
+
+    def was_late(self, i: int) -> bool:
+        return self._late == i
 
     def wanted(self) -> int:
         """The furthest mini-batch that another rank asked for; -1 if none did."""
@@ -106,9 +111,9 @@ class Exchange:
             raise revived(message[1:])
         return message
 
-    def is_late(self, i: int, *, calling: bool = False) -> bool:
-        """Whether rank 0 handed i out before it was admitted; ``calling``: asked in the calling thread."""
-        return self.world > 1 and self._check(f"late/{self.generation}/{i}", self._caller if calling else None)
+    def is_late(self, i: int) -> bool:
+        """Whether rank 0 handed i out before it was admitted."""
+        return self._check(f"late/{self.generation}/{i}")
 
     def want(self, i: int) -> None:
         """This rank needs mini-batch i although rank 0 may not have come to it. For the calling thread."""
@@ -131,7 +136,7 @@ class Exchange:
 
     def restart(self) -> None:
         self.generation += 1
-        self._published = -1
+        self._published = self._late = -1
 
     def report(self, error: BaseException) -> None:
         """Let the other ranks know that this one failed, unless they know it already."""
@@ -191,7 +196,7 @@ class Exchange:
         forever = datetime.timedelta(seconds=300)
         if self.rank == 0:
             host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-            self._server = dist.TCPStore("0.0.0.0", 0, None, True, forever, wait_for_workers=False)
+            self._server = TCPStore("0.0.0.0", 0, None, True, forever, wait_for_workers=False)
             self._server.set("config", text)
             card = {"host": host, "name": socket.gethostname(), "port": self._server.port, "config": _hash(text)}
             _broadcast(json.dumps(card))
@@ -199,7 +204,7 @@ class Exchange:
             card = json.loads(_broadcast(None))
             near = card["name"] == socket.gethostname()
             try:
-                self._server = dist.TCPStore(
+                self._server = TCPStore(
                     "127.0.0.1" if near else card["host"], card["port"], None, False, forever, wait_for_workers=False
                 )
             except Exception as e:
@@ -207,7 +212,7 @@ class Exchange:
                     f"rank {self.rank} cannot reach global rank 0 at {card['host']}:{card['port']} ({e}); is the port "
                     "open between these hosts?"
                 ) from e
-        self._caller = self._server.clone()
+        self._caller = self._server.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         if self.rank and card["config"] != _hash(text):
             theirs, mine = json.loads(self._get("config")), json.loads(text)
             differ = [f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in theirs if theirs[k] != mine.get(k)]
@@ -218,21 +223,21 @@ class Exchange:
             self.report(error)
             raise error
 
-    def _store(self, client: dist.TCPStore | None = None) -> dist.TCPStore:
+    def _store(self, client: TCPStore | None = None) -> TCPStore:
         store = client or self._server
         if store is None:
             raise RankError("this loader is closed.")
         return store
 
-    def _set(self, key: str, value: bytes, client: dist.TCPStore | None = None) -> None:
+    def _set(self, key: str, value: bytes, client: TCPStore | None = None) -> None:
         with self._mapped():
-            self._store(client).set(key, value)
+            self._store(client).set(key, value)  # type: ignore[arg-type]  # bytes are taken as they are
 
-    def _get(self, key: str, client: dist.TCPStore | None = None) -> bytes:
+    def _get(self, key: str, client: TCPStore | None = None) -> bytes:
         with self._mapped():
             return bytes(self._store(client).get(key))
 
-    def _check(self, key: str, client: dist.TCPStore | None = None) -> bool:
+    def _check(self, key: str, client: TCPStore | None = None) -> bool:
         with self._mapped():
             return bool(self._store(client).check([key]))
 
@@ -259,7 +264,7 @@ def revived(text: bytes) -> KnitError:
 
 
 def _mark_told(error: BaseException) -> None:
-    error._told = True  # type: ignore[attr-defined]  # an exception instance takes attributes
+    error.__dict__["_told"] = True
 
 
 def _describe(error: BaseException, prefix: str = "") -> bytes:
@@ -268,9 +273,7 @@ def _describe(error: BaseException, prefix: str = "") -> bytes:
     return json.dumps({"type": type(error).__name__ if known else "RankError", "message": prefix + message}).encode()
 
 
-def _data_parallel(
-    mesh: DeviceMesh | None, dp: Sequence[str] | str | None, rank: int, world: int
-) -> tuple[int, int]:
+def _data_parallel(mesh: DeviceMesh | None, dp: Sequence[str] | str | None, rank: int, world: int) -> tuple[int, int]:
     """This rank's place among the data-parallel ranks, and their number."""
     if mesh is None:
         if dp is not None:
@@ -315,5 +318,3 @@ def _digest(state: Mapping[str, Any]) -> bytes:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-

@@ -83,9 +83,8 @@ class Group:
     @property
     def order(self) -> tuple[int, int, int, int]:
         """Oldest version first; ties by place, which no arrival order can change."""
-        columns = self.table.columns
-        place = (int(columns[c][0]) for c in ("segment", "writer", "item"))
-        return self.version, *place
+        writer, segment, item = self.table[0].address
+        return self.version, segment, writer, item
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ class Ragged:
 
     def texts(self) -> list[str]:
         blob, ptr = self.data.tobytes(), self.ptr.tolist()
-        return [blob[a:b].decode() for a, b in zip(ptr, ptr[1:], strict=False)]
+        return [blob[a:b].decode() for a, b in pairwise(ptr)]
 
     def take(self, rows: Array) -> Ragged:
         lengths = self.lengths[rows]
@@ -112,9 +113,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        return Ragged.of_lengths(
-            np.concatenate([p.data for p in parts]), np.concatenate([p.lengths for p in parts])
-        )
+        return Ragged.of_lengths(np.concatenate([p.data for p in parts]), np.concatenate([p.lengths for p in parts]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,9 +252,7 @@ class InfoTable(Table):
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array], schema: Schema) -> InfoTable:
-        return cls(
-            **Table._split(arrays, "info."), schema=schema, media=MediaTable(**Table._split(arrays, "media."))
-        )
+        return cls(**Table._split(arrays, "info."), schema=schema, media=MediaTable(**Table._split(arrays, "media.")))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> tuple[InfoTable, str]:

@@ -195,8 +195,7 @@ class Ledger:
                 continue
             raise StateError(
                 f"the state was saved with {name}={then.get(name)!r}, this sampler has {now.get(name)!r}; resume with "
-                "the same value"
-                + (" until the train batch is over." if name == "quotas" else ", or start anew.")
+                "the same value" + (" until the train batch is over." if name == "quotas" else ", or start anew.")
             )
 
 

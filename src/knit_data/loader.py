@@ -6,153 +6,27 @@ import atexit
 import itertools
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from knit_data.batch import MicroBatch
 from knit_data.collate import Collator
 from knit_data.errors import InvalidArgument, UsageError
 from knit_data.exchange import Exchange
-from knit_data.ledger import Ledger
+from knit_data.minibatch import MiniBatch
 from knit_data.planning import Layout, Padding, longest_that_fits
-from knit_data.prefetch import Live, Prefetcher
+from knit_data.prefetch import Prefetcher
 from knit_data.sampler import QuotaSampler
-from knit_data.share import REASONS, End, Follow, Lead, Numbers
+from knit_data.share import REASONS, End, Follow, Lead
 
-_NOTHING = Numbers(-1, -1, -1, -1, False, 0, 0, 0)
-_SUMMED = ("tokens", "padded_tokens", "micro_batches", "padding_micro_batches", "read_s", "verify_s", "bytes_read")
-_SUMMED += ("masked", "admit_wait_s", "read_wait_s", "wait_s")
-_COSTS = ("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s")
+_SUMMED = (
+    *("tokens", "padded_tokens", "micro_batches", "padding_micro_batches"),
+    *("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s", "wait_s"),
+)
 _names = itertools.count()
-
-
-class MiniBatch:
-    """One optimizer step. Lazy: it is admitted when first touched, or earlier by the loader's thread.
-
-    ``loss_tokens``, ``n_trajectories`` and ``n_groups`` count over all data-parallel ranks, each trajectory once, and
-    are known before the first forward. If the stream ends while a mini-batch that ``next`` already returned waits for
-    data, it is empty: no micro-batches, ``n_trajectories == 0``.
-    """
-
-    def __init__(self, loader: TrajectoryLoader, i: int) -> None:
-        self._loader, self._i = loader, i
-        self._live: Live | None = None
-        self._ended = False
-        self._taken = 0
-        self._started = False
-        self._waits = {"admit_wait_s": 0.0, "read_wait_s": 0.0}
-
-    # -- numbers ----------------------------------------------------------------------------------------------------
-
-    @property
-    def index(self) -> int:
-        """The optimizer step u = kS + eM + j."""
-        return self._numbers().index
-
-    @property
-    def train_batch(self) -> int:
-        return self._numbers().train_batch
-
-    @property
-    def epoch(self) -> int:
-        return self._numbers().epoch
-
-    @property
-    def position(self) -> int:
-        return self._numbers().position
-
-    @property
-    def is_last(self) -> bool:
-        """The last step of its train batch: publish weights after it."""
-        return self._numbers().is_last
-
-    @property
-    def loss_tokens(self) -> int:
-        """Non-zero loss mask entries over all ranks, at least 1: what the summed loss is divided by."""
-        return self._numbers().loss_tokens
-
-    @property
-    def n_trajectories(self) -> int:
-        return self._numbers().n_trajectories
-
-    @property
-    def n_groups(self) -> int:
-        return self._numbers().n_groups
-
-    @property
-    def stats(self) -> dict[str, float]:
-        """Flat, for any tracker; the same keys always. Seconds and bytes are this rank's, and grow while it is read."""
-        live = self._touch()
-        stats = dict.fromkeys(_COSTS, 0.0) if live is None else {**live.share.stats, **_costs(live, self._waits)}
-        for key in self._loader.stat_names:
-            stats.setdefault(key, 0.0)
-        stats["wait_s"] = stats["admit_wait_s"] + stats["read_wait_s"]
-        return stats
-
-    # -- passes -----------------------------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        """The training pass, once; the mini-batch is consumed at its end."""
-        if self._started:
-            raise UsageError(
-                f"mini-batch {self.index} was iterated before; its training pass is there once. Extra passes: "
-                "mini.micro_batches(fields=...), before or after."
-            )
-        live = self._touch(start=True)
-        self._started = True
-        return self._training(live) if live is not None else iter(())
-
-    def _training(self, live: Live) -> Iterator[MicroBatch]:
-        for j in range(live.share.count):
-            if self._taken != j:
-                return  # abandoned meanwhile
-            began = time.perf_counter()
-            micro = self._loader._prefetcher().micro(self._i, j)
-            self._waits["read_wait_s"] += time.perf_counter() - began
-            self._taken = j + 1
-            yield micro
-            del micro
-        self._loader._finished(self)
-
-    def micro_batches(self, fields: Iterable[str] | None = None) -> Iterator[MicroBatch]:
-        """An extra pass (reference, critic): the same micro-batches in the same order; consumes nothing."""
-        chosen = None if fields is None else frozenset([fields] if isinstance(fields, str) else fields)
-        live = self._touch()
-        for j in range(live.share.count if live is not None else 0):
-            self._loader._must_be_current(self)
-            yield self._loader._prefetcher().extra(self._i, j, chosen)
-
-    def abandon(self) -> None:
-        """Give the rest of this mini-batch up; it counts as consumed."""
-        if self._touch() is not None and not self._done:
-            self._taken = -1
-            self._started = True
-            self._loader._finished(self)
-
-    # -- inside -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _done(self) -> bool:
-        return self._ended or self._loader._is_finished(self._i)
-
-    @property
-    def _half_read(self) -> bool:
-        return self._started and not self._done
-
-    def _touch(self, start: bool = False) -> Live | None:
-        if self._live is None and not self._ended:
-            self._loader._touch(self)
-        if start:
-            self._loader._check_order(self)
-        return self._live
-
-    def _numbers(self) -> Numbers:
-        live = self._touch()
-        return _NOTHING if live is None else live.share.numbers
 
 
 class TrajectoryLoader:
@@ -227,8 +101,8 @@ class TrajectoryLoader:
         if self._exhausted:
             raise StopIteration
         # an earlier mini-batch that was not read through may hold back this one: do not wait for it
-        ahead = self._last is not None and not self._last._done
-        if not ahead and not self._prefetcher().there(self._next):
+        ahead = self._last is not None and not self._last.done
+        if not ahead and not self.running().there(self._next):
             self._end()
             raise StopIteration
         mini = self._last = MiniBatch(self, self._next)
@@ -263,21 +137,16 @@ class TrajectoryLoader:
         """Running totals of this rank; groups dropped and left over are final once the stream ended or after close."""
         return dict(self._totals)
 
-    @property
-    def stat_names(self) -> tuple[str, ...]:
-        """The keys of every ``mini.stats``."""
-        return _STAT_NAMES
-
     # -- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the thread and say goodbye to the other ranks. What was read ahead is lost, and trained after a resume."""
+        """Stop the thread and say goodbye to the other ranks. What was only read ahead is trained after a resume."""
         if self._closed:
             return
         self._closed = True
         if self._exchange.rank == 0 and self._running is not None and self._ended is None:
             self._halt()
-            self._account(End(self.sampler.left_over(), self.sampler.dropped()))
+            self._account(End(self.sampler.left_over(), self.sampler.dropped(), unseen=False))
         self._halt()
         self._exchange.close()
 
@@ -289,7 +158,7 @@ class TrajectoryLoader:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _prefetcher(self) -> Prefetcher:
+    def running(self) -> Prefetcher:
         """Starts what works in the background; not before it is needed, so that a state can be loaded first."""
         if self._running is None:
             if self._closed:
@@ -316,50 +185,50 @@ class TrajectoryLoader:
             self._reaper.detach()
             self._running = None
 
-    def _touch(self, mini: MiniBatch) -> None:
+    def touch(self, mini: MiniBatch) -> None:
         self._must_be_fresh(mini)
         before = self._touched
-        if before is not None and before._i < mini._i:
-            self._check_order(mini)
-            self._settle(mini._i)
+        if before is not None and before.number < mini.number:
+            self.check_order(mini)
+            self._settle(mini.number)
         began = time.perf_counter()
-        found = self._prefetcher().live(mini._i)
-        mini._waits["admit_wait_s"] += time.perf_counter() - began
+        found = self.running().live(mini.number)
+        mini.waits["admit_wait_s"] += time.perf_counter() - began
         if isinstance(found, End):
-            mini._ended = True
+            mini.ended = True
             self._end(found)
             return
-        mini._live = found
-        if before is None or before._i < mini._i:
+        mini.live = found
+        if before is None or before.number < mini.number:
             self._touched = mini
 
-    def _check_order(self, mini: MiniBatch) -> None:
+    def check_order(self, mini: MiniBatch) -> None:
         before = self._touched
-        if before is not None and before is not mini and before._half_read:
+        if before is not None and before is not mini and before.half_read:
             raise UsageError(
-                f"mini-batch {before.index} is half read: {before._taken} of its micro-batches were taken. Iterate it "
+                f"mini-batch {before.index} is half read: {before.taken} of its micro-batches were taken. Iterate it "
                 "to its end, or call mini.abandon() to give the rest up, before the next one."
             )
 
     def _must_be_fresh(self, mini: MiniBatch) -> None:
-        if mini._i < self._settled or self._closed:
+        if mini.number < self._settled or self._closed:
             raise UsageError("this mini-batch is over: a later one was touched, or the loader was closed.")
 
-    def _must_be_current(self, mini: MiniBatch) -> None:
-        if mini._i < self._settled:
+    def must_be_current(self, mini: MiniBatch) -> None:
+        if mini.number < self._settled:
             raise UsageError("this mini-batch is over: a later one was touched. Make extra passes before that.")
 
-    def _is_finished(self, i: int) -> bool:
+    def is_finished(self, i: int) -> bool:
         return i < self._settled or i in self._finished_minis
 
-    def _finished(self, mini: MiniBatch) -> None:
+    def finished(self, mini: MiniBatch) -> None:
         """The mini-batch was iterated to its end, or given up."""
-        if mini._live is None or self._is_finished(mini._i):
+        if mini.live is None or self.is_finished(mini.number):
             return
-        self._finished_minis[mini._i] = mini
-        if mini._taken < 0:
-            self._prefetcher().drop(mini._i)
-        share, stats = mini._live.share, mini.stats
+        self._finished_minis[mini.number] = mini
+        if mini.taken < 0:
+            self.running().drop(mini.number)
+        share, stats = mini.live.share, mini.stats
         for key in self._totals:
             self._totals[key] += stats.get(key, 0.0)
         numbers = share.numbers
@@ -371,16 +240,16 @@ class TrajectoryLoader:
         """What was iterated to its end is consumed now."""
         while self._settled < before and self._settled in self._finished_minis:
             mini = self._finished_minis.pop(self._settled)
-            assert mini._live is not None
-            self._ledger.apply(mini._live.share.entry)
+            assert mini.live is not None
+            self._ledger.apply(mini.live.share.entry)
             self._settled += 1
-            self._prefetcher().forget(mini._i)
+            self.running().forget(mini.number)
 
     def _end(self, end: End | None = None) -> None:
         self._exhausted = True
         self._settle(self._next)
         if self._ended is None:
-            found = end or self._prefetcher().live(self._next)
+            found = end or self.running().live(self._next)
             if isinstance(found, End):
                 self._account(found)
 
@@ -406,10 +275,6 @@ class TrajectoryLoader:
         }
 
 
-def _costs(live: Live, waits: Mapping[str, float]) -> dict[str, float]:
-    return {name: live.cost.get(name, 0.0) for name in _COSTS} | dict(waits)
-
-
 def _resolved(device: str | torch.device) -> torch.device:
     """With its index: the loader's thread would start on device 0."""
     resolved = torch.device(device)
@@ -420,21 +285,6 @@ def _resolved(device: str | torch.device) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
     return resolved
 
-
-_STAT_NAMES = (
-    *_COSTS,
-    "wait_s",
-    "tokens",
-    "padded_tokens",
-    "micro_batches",
-    "padding_micro_batches",
-    "imbalance",
-    "waiting_groups",
-    *(f"dropped/{reason}" for reason in REASONS),
-    *(f"staleness/{name}" for name in ("mean", "p99", "max", "token_mean", "steps_mean", "steps_p99")),
-    "staleness/signed_steps_mean",
-    "staleness/gap_mean",
-)
 
 _live_loaders: weakref.WeakSet[TrajectoryLoader] = weakref.WeakSet()
 

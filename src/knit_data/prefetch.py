@@ -89,7 +89,7 @@ class Prefetcher:
         self._until(lambda: i < self._admitted or self._late >= i or self._end is not None)
         if i < self._admitted or self._late >= i:
             return True
-        return i == self._admitted and self._exchange.rank > 0 and self._exchange.is_late(i, calling=True)
+        return i == self._admitted and self._ended().unseen
 
     def micro(self, i: int, j: int) -> MicroBatch:
         """Micro-batch j of the training pass; call in order."""

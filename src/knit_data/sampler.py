@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torchdata.nodes import BaseNode
 
@@ -79,6 +80,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self.max_tokens = self.policy.max_tokens
         QuotaSeats(self.quotas, train_batch_size)  # refuses quotas that cannot add up
         self._ledger: Ledger | None = None
+        self._failure: KnitError | None = None
 
     # -- node contract ----------------------------------------------------------------------------------------------
 
@@ -176,9 +178,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
     def _start(self, ledger: Ledger) -> None:
         self._ledger, self._failure = ledger, None
         policy = self.policy
-        terms = Terms(
-            self.group_size, self.quotas.attributes, self._seats().knows, policy, self.staleness is None
-        )
+        terms = Terms(self.group_size, self.quotas.attributes, self._seats().knows, policy, self.staleness is None)
         self._assembler = Assembler(terms, self.max_tokens)
         self._admission = Admission(self.sizes, self.quotas, self.staleness, self.seed)
         self._drops: list[Dropped] = []
@@ -198,7 +198,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             (head,) = store.heads([(writer, claim["name"] if claim else str(writer), segment)])
             if isinstance(head, KnitError):
                 raise head
-            tables.append(head[0].take(range(first, first + count)))
+            tables.append(head[0].take(np.arange(first, first + count)))
         table = InfoTable.concat(tables)
         version = int(table.columns["policy_version"].min())
         return Group(table[0].group, table, (), version, 0)
@@ -342,5 +342,3 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             self.reset()
         assert self._ledger is not None
         return self._ledger
-
-

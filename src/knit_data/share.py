@@ -89,6 +89,7 @@ class End:
 
     left_over: int
     dropped: Mapping[str, int]
+    unseen: bool  # next() had handed this mini-batch out before the end was known: on every rank it is empty
 
 
 class Lead:
@@ -109,7 +110,7 @@ class Lead:
                 return None
             shares = self._shares(admitted)
         except StopIteration:
-            end = End(self.sampler.left_over(), self.sampler.dropped())
+            end = End(self.sampler.left_over(), self.sampler.dropped(), self.exchange.was_late(i))
             self.exchange.publish(i, [END + json.dumps(asdict(end)).encode()])
             return end
         except BaseException as e:
@@ -135,7 +136,14 @@ class Lead:
         )
         loss_tokens = int(columns["loss_tokens"].sum())
         numbers = Numbers(
-            mini.index, mini.train_batch, mini.epoch, mini.position, mini.is_last, loss_tokens, len(table), mini.n_groups
+            mini.index,
+            mini.train_batch,
+            mini.epoch,
+            mini.position,
+            mini.is_last,
+            loss_tokens,
+            len(table),
+            mini.n_groups,
         )
         clock = self.sampler.sizes.clock
         stats = statistics(
@@ -170,7 +178,7 @@ class Follow:
     def __init__(self, exchange: Exchange, state: Mapping[str, Any]) -> None:
         self.exchange, self._state, self._compared = exchange, state, False
 
-    def __call__(self, i: int, timeout: float) -> Share | End | None:
+    def __call__(self, i: int, _timeout: float) -> Share | End | None:
         if not self._compared:
             self._compared = self.exchange.compare(self._state)
         message = self.exchange.receive(i)

@@ -134,7 +134,7 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
 
     def _snapshot(self) -> None:
         """What is committed now, for ``follow=False``."""
-        counts = []
+        counts: list[int] = []
         while (claim := self.store.claim(len(counts))) is not None:
             tail = self._tail(len(counts), claim)
             counts.append(self.store.count_segments(tail.name, tail.at))

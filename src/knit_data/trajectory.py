@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import blake3
 import torch
@@ -98,7 +99,7 @@ class Trajectory:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements in row-major order as bytes; no copy for a contiguous CPU tensor."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def value_tensor(value: Tensor | float) -> Tensor:
@@ -250,6 +251,6 @@ def _check_media(t: Trajectory, who: str, n: int) -> None:
                 )
             taken.append((start, length))
     taken.sort()
-    for (start, length), (following, _) in zip(taken, taken[1:], strict=False):
+    for (start, length), (following, _) in pairwise(taken):
         if start + length > following:
             raise InvalidTrajectory(f"{who}: media spans overlap at position {following}; a position has one feature.")

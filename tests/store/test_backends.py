@@ -20,9 +20,10 @@ from contracts import HANG, BackendContract, Opened, pattern, read, running
 
 from knit_data.errors import InvalidArgument, KeyMissing, ShortRead, StoreError, Unreachable, UsageError
 from knit_data.store import local
-from knit_data.store.backend import Backend, Read, open_backend
+from knit_data.store.backend import Backend, Read
 from knit_data.store.local import LocalBackend
 from knit_data.store.memory import Crash, Fault, ManualClock, MemoryBackend, MonotonicClock
+from knit_data.store.urls import open_backend
 
 real_open, real_link, real_writev = os.open, os.link, os.writev
 unnamed_only = pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="this system has no O_TMPFILE")
@@ -127,7 +128,7 @@ def test_unknown_storage_options_are_named(tmp_path: Path) -> None:
 
 RACER = """
 import json, sys
-from knit_data.store.backend import open_backend
+from knit_data.store.urls import open_backend
 root, me, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 backend = open_backend(root)
 backend.put(f"ready/{me}", b"")
@@ -162,7 +163,7 @@ def test_racing_processes_share_the_names_without_mixing_bytes(tmp_path: Path) -
 
 DOOMED = """
 import os, sys
-from knit_data.store.backend import open_backend
+from knit_data.store.urls import open_backend
 if sys.argv[2] == "named":
     del os.O_TMPFILE
 writev = os.writev

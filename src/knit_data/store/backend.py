@@ -12,20 +12,17 @@ a deleted one is not used again.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
-from ..errors import InvalidArgument, KnitError
+from knit_data.errors import InvalidArgument, KnitError
 
 Buffer = bytes | bytearray | memoryview
 
 _KEY = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _KEY_BYTES = 1024  # the limit of S3 object names
 _PART_BYTES = 255  # NAME_MAX of every usual file system
 _LARGEST_START = 2**62  # what fits a file offset with room to spare; more can only be a misread number
@@ -150,35 +147,6 @@ class Interrupts:
         return True
 
 
-def open_backend(url: str | os.PathLike[str], *, fsync: bool = False, **storage_options: object) -> Backend:
-    """The back end of a URL: a path or ``file://`` is local files, ``memory://name`` this process's memory.
-
-    ``fsync=True`` makes local files survive a power cut; memory has no use for it. Neither takes storage options.
-    """
-    text = os.fspath(url)
-    found = _SCHEME.match(text)
-    scheme = found[1].lower() if found else ""
-    if scheme not in ("", "file", "memory"):
-        raise InvalidArgument(
-            f"no back end for {scheme + ':'!r}, in {text!r}: supported now are a path, file:///path and memory://name "
-            "(a relative path with a colon in its first part: ./…)"
-        )
-    if not text:
-        raise InvalidArgument("a store needs a folder or URL, got an empty one")
-    if storage_options:
-        raise InvalidArgument(f"{text!r} takes no storage options, got {', '.join(sorted(storage_options))}")
-    if scheme == "memory":
-        from .memory import MemoryBackend
-
-        if not text.lower().startswith("memory://"):
-            raise InvalidArgument(f"{text!r} is not of the form memory://name")
-        return MemoryBackend.named(text[len("memory://") :])
-
-    from .local import LocalBackend
-
-    return LocalBackend(_file_path(text) if scheme else os.path.expanduser(text), fsync=fsync)
-
-
 def check_key(key: str) -> str:
     """The key itself, if it is well formed."""
     if not isinstance(key, str) or not _KEY.fullmatch(key) or len(key) > _KEY_BYTES:
@@ -200,10 +168,3 @@ def flat(parts: Sequence[Buffer]) -> list[memoryview]:
         if not view.c_contiguous:
             raise InvalidArgument(f"a part of shape {view.shape} and strides {view.strides} is not contiguous: copy it")
     return [view.cast("B") for view in views if view.nbytes]
-
-
-def _file_path(url: str) -> str:
-    split = urlsplit(url)
-    if split.netloc not in ("", "localhost") or not split.path.startswith("/") or split.query or split.fragment:
-        raise InvalidArgument(f"{url!r} is not of the form file:///absolute/path")
-    return unquote(split.path)

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from ..errors import InvalidArgument, KeyMissing, KnitError, ShortRead, Unreachable
-from .backend import Buffer, Interrupts, Read, Traits, check_key, flat
+from knit_data.errors import InvalidArgument, KeyMissing, KnitError, ShortRead, Unreachable
+from knit_data.store.backend import Buffer, Interrupts, Read, Traits, check_key, flat
 
 _OPEN_FILES = 64  # kept open between reads; far below the usual limit of 1,024 a process
 _FIRST_POLL, _POLL_GROWTH, _LAST_POLL = 0.002, 1.5, 0.05  # seconds; at the slowest 64 writers cost 1 % of a core

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol
 
-from ..errors import InvalidArgument, KeyMissing, KnitError, ShortRead, UsageError
-from .backend import Buffer, Interrupts, Read, Traits, check_key, flat
+from knit_data.errors import InvalidArgument, KeyMissing, KnitError, ShortRead, UsageError
+from knit_data.store.backend import Buffer, Interrupts, Read, Traits, check_key, flat
 
 Operation = Literal["create", "read", "put", "get", "delete"]
 Failure = Literal["crash_before", "crash_after", "short", "flip"]

@@ -29,7 +29,7 @@ HEAD_GUESS = 64 * 1024  # one read of this size covers the head of most segments
 _PREFIX = b'{"__metadata__":{"xxh3":"'
 _HASH_AT, _HASH_LEN = 8 + len(_PREFIX), 16
 _TORCH = {code: dtype for dtype, code in DTYPES.items()}
-_NUMPY = {"U64": np.uint64, "I64": np.int64, "F64": np.float64, "I32": np.int32, "F32": np.float32}
+_NUMPY: dict[str, Any] = {"U64": np.uint64, "I64": np.int64, "F64": np.float64, "I32": np.int32, "F32": np.float32}
 _NUMPY |= {"I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
 _CODES = {np.dtype(dtype): code for code, dtype in _NUMPY.items()}
 
@@ -231,9 +231,7 @@ def _table(
         "attributes": Ragged.of_texts([attributes] * n),
         "spans": Ragged.of_lengths(flat, np.array([len(row) for row in refs])),
     }
-    described = [
-        json.dumps([[k, DTYPES[v.dtype], list(v.shape)] for k, v in sorted(m.tensors.items())]) for m in media
-    ]
+    described = [json.dumps([[k, DTYPES[v.dtype], list(v.shape)] for k, v in sorted(m.tensors.items())]) for m in media]
     media_cells: dict[str, Array] = {
         "digest": np.array([list(bytes.fromhex(m.digest)) for m in media], np.uint8).reshape(-1, 32),
         "tokens": np.array([m.tokens for m in media], np.int64),
@@ -313,9 +311,7 @@ def _metadata(head: bytes | bytearray | memoryview, length: int, where: str) -> 
     raise CorruptData(f"{where}: format {found!r}, this version reads {FORMAT!r}; use the version that wrote it.")
 
 
-def _located(
-    table: InfoTable, bases: Mapping[str, tuple[int, str, list[int]]], writer: int, segment: int
-) -> InfoTable:
+def _located(table: InfoTable, bases: Mapping[str, tuple[int, str, list[int]]], writer: int, segment: int) -> InfoTable:
     """Add what follows from the place: addresses, and byte offsets of every row in every column."""
     n, schema, columns = len(table), table.schema, dict(table.columns)
     lengths = columns["n_tokens"].astype(np.int64)
@@ -356,7 +352,7 @@ def _located_media(
 def empty_media() -> MediaTable:
     """The media table of text-only segments, which do not spend header bytes on one."""
     zero = np.zeros(0, np.int64)
-    columns: dict[str, Array] = {k: zero for k in ("tokens", "patches", "segment")}
+    columns: dict[str, Array] = dict.fromkeys(("tokens", "patches", "segment"), zero)
     columns |= {"digest": np.zeros((0, 32), np.uint8), "checksum": zero.astype(np.uint64)}
     columns["writer"] = zero.astype(np.int32)
     ragged = {"kind": Ragged.of_texts([]), "parts": Ragged.of_texts([])}

@@ -13,8 +13,8 @@ from typing import Any
 
 from knit_data.errors import InvalidArgument, InvalidTrajectory, StoreClosed, WaitTimeout, WriterConflict
 from knit_data.infos import InfoTable, TrajectoryInfo
+from knit_data.store.catalogue import Catalogue
 from knit_data.store.segment import check_schema, encode, schema_of
-from knit_data.store.store import TrajectoryStore
 from knit_data.trajectory import Trajectory, check_group
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -27,13 +27,13 @@ class StoreWriter:
     worker that does not know whether its last put arrived simply repeats it.
     """
 
-    def __init__(self, store: TrajectoryStore, name: str) -> None:
+    def __init__(self, store: Catalogue, name: str, max_bytes: int | None = None) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
             raise InvalidArgument(
                 f"writer name {name!r}: use 1 to 100 of A-Z a-z 0-9 . _ - (it becomes a folder), starting with a "
                 "letter or digit."
             )
-        self.store, self.name = store, name
+        self.store, self.name, self.max_bytes = store, name, max_bytes
         self._session = uuid.uuid4().hex[:16]
         self._lock = threading.Lock()
         self._known: dict[str, tuple[int, int, int]] = {}  # id -> fingerprint, segment, item
@@ -187,7 +187,7 @@ class StoreWriter:
             raise StoreClosed(f"{self.store.url}: the store was sealed during this put; it will not be trained.")
 
     def _wait_for_room(self, size: int, timeout: float, first: Trajectory) -> None:
-        limit = self.store.max_bytes
+        limit = self.max_bytes
         if limit is None:
             return
         if size > limit:

@@ -1,0 +1,169 @@
+"""One optimizer step, as the trainer sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+from knit_data.batch import MicroBatch
+from knit_data.errors import UsageError
+from knit_data.prefetch import Live, Prefetcher
+from knit_data.share import REASONS, Numbers
+
+_NOTHING = Numbers(-1, -1, -1, -1, False, 0, 0, 0)
+_COSTS = ("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s")
+STATS = (
+    *_COSTS,
+    "wait_s",
+    "tokens",
+    "padded_tokens",
+    "micro_batches",
+    "padding_micro_batches",
+    "imbalance",
+    "waiting_groups",
+    *(f"dropped/{reason}" for reason in REASONS),
+    *(f"staleness/{name}" for name in ("mean", "p99", "max", "token_mean", "steps_mean", "steps_p99")),
+    "staleness/signed_steps_mean",
+    "staleness/gap_mean",
+)
+
+
+class Owner(Protocol):
+    """The loader, as far as its mini-batches need it."""
+
+    def running(self) -> Prefetcher: ...
+    def touch(self, mini: MiniBatch) -> None: ...
+    def check_order(self, mini: MiniBatch) -> None: ...
+    def must_be_current(self, mini: MiniBatch) -> None: ...
+    def is_finished(self, number: int) -> bool: ...
+    def finished(self, mini: MiniBatch) -> None: ...
+
+
+class MiniBatch:
+    """One optimizer step. Lazy: it is admitted when first touched, or earlier by the loader's thread.
+
+    ``loss_tokens``, ``n_trajectories`` and ``n_groups`` count over all data-parallel ranks, each trajectory once, and
+    are known before the first forward. If the stream ends while a mini-batch that ``next`` already returned waits for
+    data, it is empty: no micro-batches, ``n_trajectories == 0``.
+    """
+
+    def __init__(self, owner: Owner, number: int) -> None:
+        self._owner, self.number = owner, number
+        self.live: Live | None = None
+        self.ended = False
+        self.taken = 0
+        self._started = False
+        self.waits = {"admit_wait_s": 0.0, "read_wait_s": 0.0}
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def index(self) -> int:
+        """The optimizer step u = kS + eM + j."""
+        return self._numbers().index
+
+    @property
+    def train_batch(self) -> int:
+        return self._numbers().train_batch
+
+    @property
+    def epoch(self) -> int:
+        return self._numbers().epoch
+
+    @property
+    def position(self) -> int:
+        return self._numbers().position
+
+    @property
+    def is_last(self) -> bool:
+        """The last step of its train batch: publish weights after it."""
+        return self._numbers().is_last
+
+    @property
+    def loss_tokens(self) -> int:
+        """Non-zero loss mask entries over all ranks, at least 1: what the summed loss is divided by."""
+        return self._numbers().loss_tokens
+
+    @property
+    def n_trajectories(self) -> int:
+        return self._numbers().n_trajectories
+
+    @property
+    def n_groups(self) -> int:
+        return self._numbers().n_groups
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Flat, for any tracker; the same keys always. Seconds and bytes are this rank's, and grow while it is read."""
+        live = self._touch()
+        stats = dict.fromkeys(_COSTS, 0.0) if live is None else {**live.share.stats, **_costs(live, self.waits)}
+        for key in STATS:
+            stats.setdefault(key, 0.0)
+        stats["wait_s"] = stats["admit_wait_s"] + stats["read_wait_s"]
+        return stats
+
+    # -- passes -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """The training pass, once; the mini-batch is consumed at its end."""
+        if self._started:
+            raise UsageError(
+                f"mini-batch {self.index} was iterated before; its training pass is there once. Extra passes: "
+                "mini.micro_batches(fields=...), before or after."
+            )
+        live = self._touch(start=True)
+        self._started = True
+        return self._training(live) if live is not None else iter(())
+
+    def _training(self, live: Live) -> Iterator[MicroBatch]:
+        for j in range(live.share.count):
+            if self.taken != j:
+                return  # abandoned meanwhile
+            began = time.perf_counter()
+            micro = self._owner.running().micro(self.number, j)
+            self.waits["read_wait_s"] += time.perf_counter() - began
+            self.taken = j + 1
+            yield micro
+            del micro
+        self._owner.finished(self)
+
+    def micro_batches(self, fields: Iterable[str] | None = None) -> Iterator[MicroBatch]:
+        """An extra pass (reference, critic): the same micro-batches in the same order; consumes nothing."""
+        chosen = None if fields is None else frozenset([fields] if isinstance(fields, str) else fields)
+        live = self._touch()
+        for j in range(live.share.count if live is not None else 0):
+            self._owner.must_be_current(self)
+            yield self._owner.running().extra(self.number, j, chosen)
+
+    def abandon(self) -> None:
+        """Give the rest of this mini-batch up; it counts as consumed."""
+        if self._touch() is not None and not self.done:
+            self.taken = -1
+            self._started = True
+            self._owner.finished(self)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        return self.ended or self._owner.is_finished(self.number)
+
+    @property
+    def half_read(self) -> bool:
+        return self._started and not self.done
+
+    def _touch(self, start: bool = False) -> Live | None:
+        if self.live is None and not self.ended:
+            self._owner.touch(self)
+        if start:
+            self._owner.check_order(self)
+        return self.live
+
+    def _numbers(self) -> Numbers:
+        live = self._touch()
+        return _NOTHING if live is None else live.share.numbers
+
+
+def _costs(live: Live, waits: Mapping[str, float]) -> dict[str, float]:
+    return {name: live.cost.get(name, 0.0) for name in _COSTS} | dict(waits)

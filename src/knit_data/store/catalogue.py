@@ -1,0 +1,128 @@
+"""The names of a store, and how they are found without listing anything.
+
+format.json                      what this is, and the store's own id
+schema.json                      the columns that all its trajectories have; made by the first put
+writers/<m>.json                 claimed densely by writers
+segments/<name>/<n>.safetensors  numbered densely per writer; immutable; its appearance is the commit
+ends/<m>.json                    how many segments writer m has in all; made by seal
+sealed.json  finished.json       no more data will come; no more data is needed
+registers/...                    policy_version, demand, floor.<m>: small, the last write wins
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from knit_data.errors import CorruptData, KeyMissing, KnitError, ShortRead, StoreError
+from knit_data.infos import InfoTable, Schema
+from knit_data.store.backend import Backend, Read
+from knit_data.store.segment import HEAD_GUESS, decode_head, head_facts, head_size
+from knit_data.store.urls import open_backend
+
+_FORMAT = "knit_data.store.1"
+
+
+class Catalogue:
+    """Names and heads, for the store, its writers and the stream."""
+
+    def __init__(self, url: str | os.PathLike[str], *, fsync: bool, **storage_options: Any) -> None:
+        self.url = os.fspath(url)
+        self.backend: Backend = open_backend(self.url, fsync=fsync, **storage_options)
+        self.id = self._identify()
+        self._schema: Schema | None = None
+
+    def _identify(self) -> str:
+        made = {"format": _FORMAT, "id": uuid.uuid4().hex}
+        self.backend.create("format.json", [json.dumps(made).encode()])
+        found = self._json("format.json") or {}
+        if found.get("format") != _FORMAT:
+            raise CorruptData(f"{self.url}: format.json says {found!r}, this version reads {_FORMAT!r}.")
+        return str(found["id"])
+
+    @property
+    def schema(self) -> Schema | None:
+        """The columns of this store; None before the first put."""
+        if self._schema is None and (data := self._json("schema.json")) is not None:
+            self._schema = Schema.from_json(data)
+        return self._schema
+
+    def claim(self, writer: int) -> dict[str, Any] | None:
+        """Who claimed this writer number: its name and first segment."""
+        return self._json(f"writers/{writer}.json")
+
+    def floor(self, writer: int) -> int:
+        """The first segment of this writer that was not reclaimed; names below it are never used again."""
+        raw = self.backend.get(f"registers/floor.{writer}")
+        return int(raw) if raw else 0
+
+    def sealed(self) -> list[int] | None:
+        """Segment counts per writer, or None while data may still come."""
+        data = self._json("sealed.json")
+        return None if data is None else [self._required(f"ends/{m}.json")["count"] for m in range(data["writers"])]
+
+    def exists(self, keys: Sequence[str], timeout: float = 0.0) -> list[bool]:
+        return self.backend.wait(keys, timeout)
+
+    @staticmethod
+    def segment_key(name: str, number: int) -> str:
+        return f"segments/{name}/{number:08d}.safetensors"
+
+    def count_segments(self, name: str, start: int) -> int:
+        """The number after the last segment: doubling steps from ``start``, then halving."""
+        low, step = start, 1
+        while self.exists([self.segment_key(name, low + step - 1)])[0]:
+            low, step = low + step, step * 2
+        while step > 1:
+            step //= 2
+            if self.exists([self.segment_key(name, low + step - 1)])[0]:
+                low += step
+        return low
+
+    def heads(self, segments: Sequence[tuple[int, str, int]]) -> list[tuple[InfoTable, int, str] | KnitError]:
+        """Per (writer, name, number): the info table, the file's size and its session, or why there is none."""
+        buffers = [bytearray(HEAD_GUESS) for _ in segments]
+        keys = [self.segment_key(name, number) for _, name, number in segments]
+        errors = self.backend.read_into([Read(k, 0, memoryview(b)) for k, b in zip(keys, buffers, strict=True)])
+        out: list[tuple[InfoTable, int, str] | KnitError] = []
+        for (writer, _, number), key, buffer, error in zip(segments, keys, buffers, errors, strict=True):
+            if error is not None and not isinstance(error, ShortRead):
+                out.append(error)
+                continue
+            try:
+                head = memoryview(buffer)[: error.found] if isinstance(error, ShortRead) else memoryview(buffer)
+                where = f"{self.url}: {key}"
+                for _ in range(2):  # first for a long header, then for a long table
+                    if (need := head_size(head, where)) > len(head):
+                        head = self.exactly(key, need)
+                owned = bytes(head[:need])
+                size, session = head_facts(owned, where)
+                out.append((decode_head(owned, writer=writer, segment=number, where=where), size, session))
+            except StoreError as e:
+                out.append(e)
+        return out
+
+    def exactly(self, key: str, size: int, start: int = 0) -> memoryview:
+        out = memoryview(bytearray(size))
+        (error,) = self.backend.read_into([Read(key, start, out)])
+        if error is not None:
+            raise error
+        return out
+
+    def _json(self, key: str) -> dict[str, Any] | None:
+        raw = self.backend.get(key)
+        if raw is None:
+            return None
+        try:
+            return dict(json.loads(raw))
+        except ValueError as e:
+            raise CorruptData(f"{self.url}: {key} is not JSON: {raw[:80]!r}; restore it.") from e
+
+    def _required(self, key: str) -> dict[str, Any]:
+        data = self._json(key)
+        if data is None:
+            raise KeyMissing(f"{self.url}: {key} is missing, though other files refer to it; was the folder cut?")
+        return data
