@@ -40,13 +40,13 @@ from torch.nn.functional import cross_entropy
 
 import knit_data as kd
 
-GROUP_SIZE, TRAIN_BATCH, MINI_BATCH = 8, 64, 8  # trajectories a group; groups a train batch; groups an optimizer step
-QUOTAS = {"symbol": 24, "copy": (16, 24), "add": (16, 24)}  # groups of each train batch: exactly, or from … to
+GROUP_SIZE, TRAIN_BATCH, MINI_BATCH = 8, 96, 12  # trajectories a group; groups a train batch; groups an optimizer step
+QUOTAS = {"symbol": 36, "copy": (24, 36), "add": (24, 36)}  # groups of each train batch: exactly, or from … to
 MAX_STALENESS = 2  # train batches
 WORKERS, RANKS = 2, 2
 AT_ONCE = 8  # groups that a worker samples together
-AHEAD = 48  # groups of one version after which a worker slows down
-LEARNING_RATE = 3e-3
+AHEAD = 72  # groups of one version after which a worker slows down
+LEARNING_RATE = 2e-3
 CLIP = (0.3, 3.0)  # wide upwards: what is trained is a train batch or two old, and a rare good answer should count
 KEEP_WEIGHTS = 4  # files; a worker that just read the version finds its weights
 
@@ -215,8 +215,8 @@ def train(rank: int, run: Run) -> None:
                 if mini.train_batch + 1 == run.train_batches:
                     break
             asked = time.time()
-    if rank == 0:
-        store.finish()
+        if rank == 0:
+            store.finish()
     log(kind="loader", stats=loader.stats)
     dist.barrier()
     dist.destroy_process_group()
@@ -306,7 +306,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="replaces an earlier run's files")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train-batches", type=int, default=12)
+    parser.add_argument("--train-batches", type=int, default=10)
     arguments = parser.parse_args()
     run = Run(arguments.out.resolve(), arguments.seed, arguments.train_batches)
     for name in ("store", "weights", "events"):
