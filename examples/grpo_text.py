@@ -45,7 +45,7 @@ QUOTAS = {"symbol": 36, "copy": (24, 36), "add": (24, 36)}  # groups of each tra
 MAX_STALENESS = 2  # train batches
 WORKERS, RANKS = 2, 2
 AT_ONCE = 8  # groups that a worker samples together
-AHEAD = 72  # groups of one version after which a worker slows down
+AHEAD = 56  # groups of one version after which a worker slows down: together a little more than a train batch
 LEARNING_RATE = 2e-3
 CLIP = (0.3, 3.0)  # wide upwards: what is trained is a train batch or two old, and a rare good answer should count
 KEEP_WEIGHTS = 4  # files; a worker that just read the version finds its weights
@@ -86,7 +86,7 @@ def rollout(worker: int, run: Run) -> None:
         while not store.finished():
             if (newest := store.policy_version()) != version:
                 version, recent = load_newest(model, store, run), 0
-            elif recent >= AHEAD and recent % AT_ONCE == 0 and pause(store, newest):
+            elif recent >= AHEAD and pause(store, newest):
                 continue
             problems = [Problem.draw(source, rng) for source in choose_sources(store.demand(), rng)]
             start = time.time()
@@ -143,8 +143,8 @@ def choose_sources(demand: kd.Demand, rng: random.Random) -> list[str]:
     return (lacking + rng.choices(list(QUOTAS), shares, k=AT_ONCE))[:AT_ONCE]
 
 
-def pause(store: kd.TrajectoryStore, version: int, seconds: float = 1.0) -> bool:
-    """Wait for a newer version, but not long: more groups of this one would be old when trained, not useless."""
+def pause(store: kd.TrajectoryStore, version: int, seconds: float = 3.0) -> bool:
+    """Wait for a newer version, but not for ever: the trainer may be short of a source that this worker could serve."""
     until = time.time() + seconds
     while time.time() < until:
         if store.policy_version() != version or store.finished():
@@ -306,7 +306,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="replaces an earlier run's files")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train-batches", type=int, default=10)
+    parser.add_argument("--train-batches", type=int, default=12)
     arguments = parser.parse_args()
     run = Run(arguments.out.resolve(), arguments.seed, arguments.train_batches)
     for name in ("store", "weights", "events"):
