@@ -109,10 +109,10 @@ class Report:
         return int(self.stats[0]["left_over"])
 
     def waited(self, k: int) -> float:
-        return sum(e["admitted"] - e["asked"] for e in self.minis if e["train_batch"] == k)
+        return float(sum(e["admitted"] - e["asked"] for e in self.minis if e["train_batch"] == k))
 
     def count(self) -> int:
-        return 1 + max(e["train_batch"] for e in self.minis)
+        return 1 + max(int(e["train_batch"]) for e in self.minis)
 
     def unseen(self) -> int:
         """Stored groups that the sampler never saw: they came after its last look."""

@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -41,7 +42,11 @@ from torch.nn.functional import cross_entropy
 import knit_data as kd
 
 GROUP_SIZE, TRAIN_BATCH, MINI_BATCH = 8, 96, 12  # trajectories a group; groups a train batch; groups an optimizer step
-QUOTAS = {"symbol": 36, "copy": (24, 36), "add": (24, 36)}  # groups of each train batch: exactly, or from … to
+QUOTAS: dict[str, int | tuple[int, int]] = {
+    "symbol": 36,
+    "copy": (24, 36),
+    "add": (24, 36),
+}  # groups of each train batch: exactly, or from … to
 MAX_STALENESS = 2  # train batches
 WORKERS, RANKS = 2, 2
 AT_ONCE = 8  # groups that a worker samples together
@@ -251,7 +256,7 @@ class Progress:
 
     def __init__(self, sampler: kd.QuotaSampler, run: Run, silent: bool) -> None:
         self.sampler, self.run, self.silent = sampler, run, silent
-        self.state, self.reward, self.batch = "starting", 0.0, -1
+        self.state, self.reward, self.batch, self.height = "starting", 0.0, -1, 1
         self.idle_since: float | None = time.time()
         self.live, self.said = sys.stdout.isatty(), time.time()
         self.over = threading.Event()
@@ -259,7 +264,9 @@ class Progress:
 
     def step(self, mini: kd.MiniBatch) -> None:
         self.idle_since = None
-        self.state = f"train batch {mini.train_batch + 1}/{self.run.train_batches} step {mini.position + 1}"
+        steps = TRAIN_BATCH // MINI_BATCH
+        self.state = f"train batch {mini.train_batch + 1}/{self.run.train_batches} step {mini.position + 1}/{steps}"
+        self.state += f"  reward {self.reward:.2f}" if self.reward else ""
         if not self.live and mini.train_batch != self.batch:
             self._say(self._text())
         self.batch = mini.train_batch
@@ -270,10 +277,11 @@ class Progress:
         self.idle_since = time.time()
 
     def _text(self) -> str:
-        text, since = f"{self.state}  reward {self.reward:.2f}", self.idle_since
-        if since is None or time.time() - since < 0.3:
-            return f"{text}  training"
-        return f"{text}  waiting {time.time() - since:.0f} s: {self.sampler.explain()}"
+        since = self.idle_since
+        if since is None:
+            return f"{self.state}  training"
+        seconds = time.time() - since
+        return self.state if seconds < 0.3 else f"{self.state}  waiting {seconds:.0f} s: {self.sampler.explain()}"
 
     def _watch(self) -> None:
         while not self.over.wait(0.2):
@@ -285,8 +293,13 @@ class Progress:
     def _say(self, text: str) -> None:
         if self.silent:
             return
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r\x1b[2K{text[:width]}" if self.live else text, end="" if self.live else "\n", flush=True)
+        if self.live:
+            lines = textwrap.wrap(text, shutil.get_terminal_size().columns - 1) or [""]
+            up = f"\x1b[{self.height - 1}A" if self.height > 1 else ""
+            print(f"\r{up}\x1b[J" + "\n".join(lines), end="", flush=True)
+            self.height = len(lines)
+        else:
+            print(text, flush=True)
         self.said = time.time()
 
     def __enter__(self) -> None:
@@ -349,6 +362,8 @@ def supervise(run: Run) -> str | None:
             for process in processes:
                 if process.exitcode:
                     return f"{process.name} ended with exit code {process.exitcode}"
+    except KeyboardInterrupt:
+        return "interrupted"
     finally:
         for process in processes:
             if process.is_alive():

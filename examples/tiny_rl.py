@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import inspect
 import random
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-
-warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
 
 EOS, LETTERS, DIGITS = ".", "abcd", "01234"
 VOCAB = EOS + " " + LETTERS + DIGITS + "?>+="
