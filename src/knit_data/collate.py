@@ -7,9 +7,11 @@ and cumulative lengths are written beside them, so that one copy moves a micro-b
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ from torch import Tensor
 from knit_data.arena import ALIGN, ArenaPool
 from knit_data.batch import MicroBatch
 from knit_data.errors import CorruptData, InvalidArgument, KnitError, ShortRead
-from knit_data.infos import Array, Field, InfoTable, Schema
+from knit_data.infos import Array, InfoTable, Schema
+from knit_data.ops import gather_ranges
 from knit_data.planning import Layout, Padding
 from knit_data.share import Share
 from knit_data.store.backend import Read
@@ -66,7 +69,35 @@ class _Place:
 
     @property
     def nbytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class _Draft:
+    """An arena being filled, and an array per field."""
+
+    def __init__(self, places: dict[str, _Place], arena: Array, owner: Tensor) -> None:
+        self.places, self.arena, self.owner = places, arena, owner
+        self.views = {name: _view(arena, place) for name, place in places.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Rows from ``first`` on whose bytes of one field lie end to end in a segment, at byte ``at``."""
+
+    name: str
+    first: int
+    at: int
+    places: Array  # where each row's bytes go in the arena
+    lengths: Array
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def direct(self) -> bool:
+        """End to end in the arena too."""
+        return bool((self.places[:-1] + self.lengths[:-1] == self.places[1:]).all())
 
 
 @dataclass(eq=False)
@@ -84,18 +115,17 @@ class Collator:
 
     def __call__(self, share: Share, j: int, fields: frozenset[str] | None = None) -> MicroBatch:
         """Micro-batch j of this share; ``fields`` narrows the loader's own choice for an extra pass."""
-        table = share.table.take(np.arange(share.ptr[j], share.ptr[j + 1]))
+        table = share.table.rows(share.ptr[j], share.ptr[j + 1])
         slots = lay_out(table.columns["n_tokens"].astype(np.int64), self.layout, self.padding)
         wanted = self._wanted(table, self.fields if fields is None else fields)
         places = self._places(table, slots, wanted)
         size = 0
         for place in places.values():
             place.at, size = size, -(-(size + place.nbytes) // ALIGN) * ALIGN
-        arena, owner = self.pool.lease(size)
-        views = {name: _view(arena, place) for name, place in places.items()}
-        masked = self._fill(share, table, slots, views)
-        del arena, views
-        owner = owner.to(self.device)
+        draft = _Draft(places, *self.pool.lease(size))
+        masked = self._fill(share, table, slots, draft)
+        owner = draft.owner.to(self.device)
+        del draft  # its arrays must not outlive this call: the tensors alone hold the lease
         tensors = {n: _tensor(owner, p) for n, p in places.items() if not p.hidden}
         per_token = {f.name for f in table.schema.fields if f.per_token} | {"loss_mask", "position_ids"}
         return MicroBatch(
@@ -144,8 +174,9 @@ class Collator:
 
     # -- filling ----------------------------------------------------------------------------------------------------
 
-    def _fill(self, share: Share, table: InfoTable, slots: Slots, views: dict[str, Array]) -> list[int]:
+    def _fill(self, share: Share, table: InfoTable, slots: Slots, draft: _Draft) -> list[int]:
         """Everything into the arena; the rows that were corrupt and are masked."""
+        views = draft.views
         ids = views["input_ids"]
         if not slots.full:
             for f in table.schema.fields:
@@ -155,7 +186,7 @@ class Collator:
         rows = views["rows"]
         rows[...] = len(table)
         _spread(rows, slots, np.arange(len(table)))
-        masked = self._read(share, table, slots, views)
+        masked = self._read(share, table, slots, draft)
         self._masks(table, slots, views)
         for i in masked:
             self._blank(table.schema, slots, views, i)
@@ -170,50 +201,63 @@ class Collator:
             views["attention_mask"].reshape(-1)[...] = rows < len(table)
         return masked
 
-    def _read(self, share: Share, table: InfoTable, slots: Slots, views: dict[str, Array]) -> list[int]:
-        """Ranges from the store to their final place, verified. Returns the rows to mask."""
-        keys, names = self._keys(share, table), table.schema.names
-        reads: list[Read] = []
-        owners: list[tuple[int, int]] = []  # per range: first row, and one past its last
-        checks: list[tuple[int, str, memoryview]] = []
-        jobs: list[tuple[str, int, Array, Array]] = []  # field, column, start and length of each row in bytes
-        for f in table.schema.fields:
-            if f.name in views:
-                jobs.append((f.name, names.index(f.name), *_byte_ranges(f, slots)))
+    def _read(self, share: Share, table: InfoTable, slots: Slots, draft: _Draft) -> list[int]:
+        """Ranges from the store to their final place, verified. Returns the rows to mask.
+
+        Rows that are neighbours in the file are one read. Where they are neighbours in the arena too it goes straight
+        there; else (padding between them) it goes through a scratch arena, and one op moves all its rows.
+        """
+        keys, runs = self._keys(share, table), list[_Run]()
+        for name, column, starts, lengths in self._jobs(table, slots, draft):
+            at = table.columns["offsets"][:, column]
+            runs += [_Run(name, *run) for run in _neighbours(keys, at, draft.places[name].at + starts, lengths)]
+        scratch, owner = self.pool.lease(sum(r.nbytes for r in runs if not r.direct))
+        reads, moves, used = [], [], 0
+        for run in runs:
+            buffer, begin = (draft.arena, int(run.places[0])) if run.direct else (scratch, used)
+            reads.append(Read(keys[run.first], run.at, buffer[begin : begin + run.nbytes].data))
+            if not run.direct:
+                moves.append((used + np.cumsum(run.lengths) - run.lengths, run.places, run.lengths))
+                used += run.nbytes
+        began = time.perf_counter()
+        errors = self.store.backend.read_into(reads)
+        if moves:
+            gather_ranges(draft.owner, owner, *(torch.from_numpy(np.concatenate(m)) for m in zip(*moves, strict=True)))
+        self.timing.read_s += time.perf_counter() - began
+        self.timing.bytes_read += sum(r.nbytes for r in runs)
+        bad: dict[int, KnitError] = {}
+        for error, run in zip(errors, runs, strict=True):
+            if error is not None:
+                bad.update(dict.fromkeys(range(run.first, run.first + len(run.lengths)), error))
+        self._verify(table, runs, draft.arena, bad)
+        return self._judge(table, keys, bad)
+
+    def _jobs(self, table: InfoTable, slots: Slots, draft: _Draft) -> list[tuple[str, int, Array, Array]]:
+        """Per stored field: its name, its column, and where each row's bytes begin in the field, and how many."""
+        names, n, jobs = table.schema.names, len(table), []
+        for c, f in enumerate(table.schema.fields):
+            if f.name in draft.views:
+                rows = (slots.starts, slots.lengths) if f.per_token else (np.arange(n), np.ones(n, np.int64))
+                jobs.append((f.name, c, rows[0] * f.row_bytes, rows[1] * f.row_bytes))
         mask_bytes = table.columns["mask_bytes"]
         for width, name in ((1, "mask_bytes"), (4, "loss_mask")):
             if (mask_bytes == width).any():
                 lengths = np.where(mask_bytes == width, slots.lengths * width, 0)
                 jobs.append((name, len(names) - 1, slots.starts * width, lengths))
-        for name, column, starts, lengths in jobs:
-            raw = views[name].reshape(-1).view(np.uint8).data if views[name].size else memoryview(b"")
-            at = table.columns["offsets"][:, column]
-            for first, last in _joined(keys, at, starts, lengths):
-                begin, end = int(starts[first]), int(starts[last - 1] + lengths[last - 1])
-                reads.append(Read(keys[first], int(at[first]), raw[begin:end]))
-                owners.append((first, last))
-            for i in np.flatnonzero(lengths).tolist():
-                checks.append((i, name, raw[int(starts[i]) : int(starts[i] + lengths[i])]))
-        began = time.perf_counter()
-        errors = self.store.backend.read_into(reads)
-        self.timing.read_s += time.perf_counter() - began
-        self.timing.bytes_read += sum(len(r.out) for r in reads)
-        bad: dict[int, KnitError] = {}
-        for error, (first, last) in zip(errors, owners, strict=True):
-            if error is not None:
-                bad.update(dict.fromkeys(range(first, last), error))
-        self._verify(table, checks, bad)
-        return self._judge(table, keys, bad)
+        return jobs
 
-    def _verify(self, table: InfoTable, checks: list[tuple[int, str, memoryview]], bad: dict[int, KnitError]) -> None:
+    def _verify(self, table: InfoTable, runs: Sequence[_Run], arena: Array, bad: dict[int, KnitError]) -> None:
         began = time.perf_counter()
-        sums, names = table.columns["checksums"], table.schema.names
-        for i, name, data in checks:
-            column = names.index("loss_mask" if name == "mask_bytes" else name)
-            if i not in bad and checksum(data) != int(sums[i, column]):
-                bad[i] = CorruptData(
-                    f"{names[column]} of trajectory {table[i].id!r}: {len(data)} bytes do not match their checksum"
-                )
+        names, sums = table.schema.names, table.columns["checksums"]
+        data = arena.data
+        for run in runs:
+            column = names.index("loss_mask" if run.name == "mask_bytes" else run.name)
+            wanted = sums[run.first : run.first + len(run.lengths), column].tolist()
+            for i, (place, size, want) in enumerate(
+                zip(run.places.tolist(), run.lengths.tolist(), wanted, strict=True)
+            ):
+                if run.first + i not in bad and checksum(data[place : place + size]) != want:
+                    bad[run.first + i] = CorruptData(f"{size} bytes of {names[column]} do not match their checksum")
         self.timing.verify_s += time.perf_counter() - began
 
     def _judge(self, table: InfoTable, keys: Sequence[str], bad: dict[int, KnitError]) -> list[int]:
@@ -283,27 +327,16 @@ def _tensor(owner: Tensor, place: _Place) -> Tensor:
     return owner[place.at : place.at + place.nbytes].view(place.dtype).view(place.shape)
 
 
-def _byte_ranges(f: Field, slots: Slots) -> tuple[Array, Array]:
-    if f.per_token:
-        return slots.starts * f.row_bytes, slots.lengths * f.row_bytes
-    n = len(slots.lengths)
-    return np.arange(n) * f.row_bytes, np.full(n, f.row_bytes)
-
-
-def _joined(keys: Sequence[str], at: Array, starts: Array, lengths: Array) -> list[tuple[int, int]]:
-    """Runs of rows whose bytes are neighbours in the file and in the arena; rows of no bytes are left out."""
-    out: list[tuple[int, int]] = []
+def _neighbours(keys: Sequence[str], at: Array, places: Array, lengths: Array) -> list[tuple[int, int, Array, Array]]:
+    """First row, file offset, places and lengths of each run of rows that lie end to end in one file."""
     used = np.flatnonzero(lengths)
     if not len(used):
-        return out
+        return []
     a, b = used[:-1], used[1:]
-    near = (a + 1 == b) & (at[a] + lengths[a] == at[b]) & (starts[a] + lengths[a] == starts[b])
-    first = int(used[0])
-    for left, right, joins in zip(a.tolist(), b.tolist(), near.tolist(), strict=True):
-        if not (joins and keys[left] == keys[right]):
-            out.append((first, left + 1))
-            first = right
-    return [*out, (first, int(used[-1]) + 1)]
+    joins = (a + 1 == b) & (at[a] + lengths[a] == at[b])
+    breaks = [i + 1 for i, near in enumerate(joins.tolist()) if not near or keys[used[i]] != keys[used[i + 1]]]
+    edges = pairwise([0, *breaks, len(used)])
+    return [(int(used[lo]), int(at[used[lo]]), places[used[lo:hi]], lengths[used[lo:hi]]) for lo, hi in edges]
 
 
 def _spread(out: Array, slots: Slots, values: Array) -> None:

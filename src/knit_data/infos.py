@@ -7,6 +7,7 @@ stays columnar from file to rank: 8,192 rows as JSON held the interpreter lock f
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -35,7 +36,7 @@ class Field:
 
     @property
     def row_bytes(self) -> int:
-        return _ITEM_BYTES[self.dtype] * int(np.prod(self.shape, dtype=np.int64))
+        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ class Ragged:
     def texts(self) -> list[str]:
         blob, ptr = self.data.tobytes(), self.ptr.tolist()
         return [blob[a:b].decode() for a, b in pairwise(ptr)]
+
+    def rows(self, first: int, last: int) -> Ragged:
+        ptr = self.ptr[first : last + 1]
+        return Ragged(self.data[ptr[0] : ptr[-1]], ptr - ptr[0])
 
     def take(self, rows: Array) -> Ragged:
         lengths = self.lengths[rows]
@@ -200,6 +205,12 @@ class InfoTable(Table):
             spans.data[:, 0] = inverse
         return InfoTable(**parts, schema=self.schema, media=self.media.take(used))
 
+    def rows(self, first: int, last: int) -> InfoTable:
+        """Rows ``first`` to ``last - 1`` as views; all media stay."""
+        columns = {k: v[first:last] for k, v in self.columns.items()}
+        ragged = {k: v.rows(first, last) for k, v in self.ragged.items()}
+        return replace(self, columns=columns, ragged=ragged)
+
     @staticmethod
     def concat(tables: Sequence[InfoTable]) -> InfoTable:
         if len(tables) == 1:
@@ -226,6 +237,8 @@ class InfoTable(Table):
     def fingerprints(self) -> list[int]:
         """64 bits per row over everything but its address: equal for two puts of equal content."""
         names = ("policy_version", "mean_policy_version", "n_tokens", "loss_tokens", "patches", "mask_bytes")
+        if not len(self):
+            return []
         values = sorted(f"value.{name}" for name, _ in self.schema.scalars)
         cells = [self.columns[name] for name in (*names, *values, "checksums")]
         head = [np.ascontiguousarray(c).reshape(len(self), -1).view(np.uint8) for c in cells]
@@ -245,10 +258,14 @@ class InfoTable(Table):
         return out
 
     def to_bytes(self, note: str = "") -> bytes:
-        """For another rank: plain arrays in safetensors framing, nothing that could run. ``note`` travels along."""
+        """For another rank: plain arrays in safetensors framing, nothing that could run, and their XXH3-64.
+
+        ``note`` travels along.
+        """
         arrays = self.arrays("info.") | self.media.arrays("media.")
         packed = {k: np.ascontiguousarray(v) for k, v in arrays.items()}
-        return safetensors.numpy.save(packed, {"schema": json.dumps(self.schema.to_json()), "note": note})
+        body = safetensors.numpy.save(packed, {"schema": json.dumps(self.schema.to_json()), "note": note})
+        return body + xxhash.xxh3_64_digest(body)
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array], schema: Schema) -> InfoTable:
@@ -257,12 +274,18 @@ class InfoTable(Table):
     @classmethod
     def from_bytes(cls, data: bytes) -> tuple[InfoTable, str]:
         """The table and its note."""
-        size = int.from_bytes(data[:8], "little")
+        body, mark = data[:-8], data[-8:]
+        if (found := xxhash.xxh3_64_digest(body)) != mark:
+            raise CorruptData(
+                f"a table of {len(data)} bytes hashes to {found.hex()}, its end says {mark.hex()}; it was cut or "
+                "damaged on its way."
+            )
+        size = int.from_bytes(body[:8], "little")
         try:
-            meta = json.loads(data[8 : 8 + size])["__metadata__"]
+            meta = json.loads(body[8 : 8 + size])["__metadata__"]
             schema = Schema.from_json(json.loads(meta["schema"]))
-            return cls.from_arrays(safetensors.numpy.load(data), schema), meta["note"]
-        except (ValueError, KeyError) as e:
+            return cls.from_arrays(safetensors.numpy.load(body), schema), meta["note"]
+        except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as e:
             raise CorruptData(f"a table of {len(data)} bytes is not in this format: {e!r}.") from e
 
 

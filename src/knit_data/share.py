@@ -102,10 +102,10 @@ class Lead:
         self.max_tokens, self.layout, self.padding = max_tokens, layout, padding
         self._names: dict[int, str] = {}
 
-    def __call__(self, i: int, timeout: float) -> Share | End | None:
+    def __call__(self, i: int, timeout: float, needed: bool) -> Share | End | None:
         """Mini-batch i, or None if it cannot be admitted within ``timeout`` seconds. An error reaches all ranks."""
         try:
-            admitted = self.sampler.admit(timeout)
+            admitted = self.sampler.admit(timeout, needed)
             if admitted is None:
                 return None
             shares = self._shares(admitted)
@@ -178,7 +178,7 @@ class Follow:
     def __init__(self, exchange: Exchange, state: Mapping[str, Any]) -> None:
         self.exchange, self._state, self._compared = exchange, state, False
 
-    def __call__(self, i: int, _timeout: float) -> Share | End | None:
+    def __call__(self, i: int, _timeout: float, _needed: bool) -> Share | End | None:
         if not self._compared:
             self._compared = self.exchange.compare(self._state)
         message = self.exchange.receive(i)
