@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 import knit_data as kd
+from knit_data.infos import InfoTable
+from knit_data.store.segment import encode
 
 
 def trajectory(name: str, group: str = "g", n: int = 5, **changes: Any) -> kd.Trajectory:
@@ -50,6 +52,21 @@ def sampler(store: kd.TrajectoryStore, follow: bool = True, **changes: Any) -> k
     arguments: dict[str, Any] = {"train_batch_size": 8, "mini_batch_size": 2, "group_size": 4}
     arguments.update(changes)
     return kd.QuotaSampler(kd.TrajectoryStream(store, follow=follow), **arguments)
+
+
+def rows(trajectories: Sequence[kd.Trajectory], writer: int = 0, segment: int = 0, grouped: bool = True) -> InfoTable:
+    """The info table that one put makes, without a store."""
+    return encode(list(trajectories), writer=writer, segment=segment, grouped=grouped, session="s").table
+
+
+def completable(counts: Sequence[int], bounds: Sequence[tuple[int, int]], left: int) -> bool:
+    """Whether ``left`` more groups can bring every count within its bounds: tries all ways there are."""
+    if not counts:
+        return left == 0
+    low, high = bounds[0]
+    return any(
+        low <= counts[0] + more <= high and completable(counts[1:], bounds[1:], left - more) for more in range(left + 1)
+    )
 
 
 def loader(store: kd.TrajectoryStore, cap: int = 64, options: dict[str, Any] | None = None, **changes: Any):

@@ -118,7 +118,7 @@ class Admission:
             self._queues[combination] = [item for item in queue[stale:] if item[1].key not in names]
             for group, reason in gone:
                 del self.waiting[group.key]
-                out.append(Dropped(reason, group.table, name=group.name))
+                out.append(Dropped(reason, group.table, group.name))
         return out
 
     def choose(self) -> list[Group] | None:
@@ -210,7 +210,8 @@ def explain(admission: Admission, incomplete: Mapping[Combination, int], dropped
         parts.append(f"{'/'.join(c)} ({bound}: {state}{'' if seats.admissible(c) else ', no seat left'})")
     if not parts:
         parts = [f"{sum(waiting.values())} complete, {sum(incomplete.values())} incomplete"]
-    short = [f"{n} {'/'.join(c)}" for c, n in seats.deficits().items() if n > waiting.get(c, 0)]
+    missing = {c: n - waiting.get(c, 0) for c, n in seats.deficits().items()}
+    short = [f"{n} {'/'.join(c)}" for c, n in missing.items() if n > 0]
     text = (
         f"train batch {p.train_batch}, mini-batch {p.position + 1} of {sizes.minis} waits for {sizes.mini_batch} "
         f"groups that fit: {'; '.join(parts)}; {seats.free()} free of {seats.left} seats left"

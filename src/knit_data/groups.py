@@ -11,6 +11,11 @@ import xxhash
 from knit_data.errors import InvalidArgument, InvalidGroup
 from knit_data.infos import InfoTable, TrajectoryInfo, parse_attributes
 from knit_data.quotas import Combination
+from knit_data.trajectory import RESERVED
+
+# Reasons of rows beside a whole group: the same again, the same id with other content, members too many, members of
+# a group that is trained or dropped already.
+EXTRAS = ("duplicate", "conflict", "surplus", "late")
 
 Keep = Callable[[list[TrajectoryInfo]], bool]
 Annotate = Callable[[list[TrajectoryInfo]], Mapping[str, Sequence[float]]]
@@ -48,8 +53,12 @@ class GroupPolicy:
                 raise InvalidArgument(f"GroupPolicy {name}={getattr(self, name)!r}: this version has {choices}.")
         if self.timeout is not None:
             raise InvalidArgument(f"GroupPolicy timeout={self.timeout!r} needs incomplete='drop'; leave it None.")
-        if self.max_tokens is not None and self.max_tokens < 2:
-            raise InvalidArgument(f"GroupPolicy max_tokens must be at least 2, found {self.max_tokens}.")
+        limit = self.max_tokens
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 2):
+            raise InvalidArgument(f"GroupPolicy max_tokens must be None or an int of at least 2, found {limit!r}.")
+        for name in ("keep", "annotate"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise InvalidArgument(f"GroupPolicy {name} must be None or a callable, found {getattr(self, name)!r}.")
 
 
 def group_advantages(
@@ -83,18 +92,22 @@ class Group:
     @property
     def order(self) -> tuple[int, int, int, int]:
         """Oldest version first; ties by place, which no arrival order can change."""
-        writer, segment, item = self.table[0].address
-        return self.version, segment, writer, item
+        return self.version, *_by_place(self.table[0])
 
 
 @dataclass(frozen=True, eq=False)
 class Dropped:
-    """Rows that will not be trained, and why. ``groups`` is how many groups that ends (a lone duplicate: 0)."""
+    """Rows that will not be trained, and why. ``name``: the group that ends with them. None: these are extra rows of
+    a group that has, or had, a life of its own (EXTRAS)."""
 
     reason: str
     table: InfoTable
-    groups: int = 1
     name: str | None = None
+
+    @property
+    def count(self) -> int:
+        """A reason that ends groups counts groups, a reason of EXTRAS counts trajectories."""
+        return len(self.table) if self.name is None else 1
 
 
 @dataclass(frozen=True)
@@ -122,60 +135,51 @@ class Assembler:
         return self._open
 
     def offer(self, table: InfoTable) -> list[Group | Dropped]:
-        """The rows of one segment. Raises InvalidGroup where the policy says "error"."""
-        size, out = self.terms.group_size, []
-        if size == 1:
-            for i in range(len(table)):
-                out += self._complete(table[i].id, table.take(np.array([i])) if len(table) > 1 else table)
-            return out
-        written = int(table.columns["group_rows"][0])
+        """Rows of one put, all or what is left of them. Raises InvalidGroup where the policy says "error"."""
+        if self.terms.group_size == 1:
+            return [out for i in range(len(table)) for out in self._complete(table[i].id, table.take(np.array([i])))]
         name = table[0].group
-        if written and len(table) == written:
+        if name in self._dead:
+            return [Dropped("late", table)]
+        if table.columns["group_rows"][0]:
             return self._whole(name, table)
-        if size is None or self.terms.whole_only:
-            why = (
-                "was not written by one put_group"
-                + ("" if size is None else ", and without max_staleness repeats of lone puts cannot be recognised")
-                + ". Use put_group"
-                + ("." if size is None else f", or set max_staleness (group_size is {size}).")
-            )
-            return self._invalid(name, table, f"group {name!r} of trajectory {table[0].id!r} {why}")
-        for i in range(len(table)):
-            out += self._join(name, table.take(np.array([i])) if len(table) > 1 else table)
-        return out
+        if self.terms.group_size is None or self.terms.whole_only:
+            return self._invalid(name, table, _not_whole(table, self.terms.group_size))
+        return self._join(name, table)
 
     def _whole(self, name: str, table: InfoTable) -> list[Group | Dropped]:
-        size, found = self.terms.group_size, len(table)
-        if size is None or found == size:
-            return self._complete(name, table)
-        if found > size and self.terms.policy.surplus == "first":
-            rest = Dropped("surplus", table.take(np.arange(size, found)), groups=0)
-            return [*self._complete(name, table.take(np.arange(size))), rest]
-        return self._invalid(
-            name,
-            table,
-            f"group {name!r} of trajectory {table[0].id!r} has {found} members, group_size is {size}; write whole "
-            "groups, or change group_size.",
-        )
+        policy, found = self.terms.policy, len(table)
+        size = self.terms.group_size or found
+        if found < size:
+            text = f"{_who(table)} has {found} members, group_size is {size}; write whole groups, or change group_size."
+            out = self._invalid(name, table, text)
+        elif found > size:
+            _check_surplus(policy, table[size], size)
+            out = self._complete(name, table.take(np.arange(size)))
+            out.append(Dropped("surplus", table.take(np.arange(size, found))))
+        else:
+            out = self._complete(name, table)
+        if name in self._open:  # lone rows came before the group was written as a whole
+            lone = InfoTable.concat(self._open.pop(name))
+            out += extras(out[0], lone, policy) if isinstance(out[0], Group) else [Dropped("late", lone)]
+        return out
 
     def _join(self, name: str, row: InfoTable) -> list[Group | Dropped]:
         """One lone row: wait for its siblings."""
-        if name in self._dead:
-            return [Dropped(self._dead[name], row, groups=0)]
         members = self._open.setdefault(name, [])
         for other in members:
             if other[0].id != row[0].id:
                 continue
             if other.fingerprints() == row.fingerprints():
-                return [Dropped("duplicate", row, groups=0)]
-            return self._abandon(name, row, f"trajectory {row[0].id!r} {_two_contents(other, row)}")
+                return [Dropped("duplicate", row)]
+            return self._abandon(name, row, _two_contents(other, row))
         if (limit := self.max_tokens) is not None and row[0].n_tokens > limit and self._oversize_acts():
             return self._abandon(name, row, _too_long(row, 0, limit), reason="oversize")
         members.append(row)
         if len(members) < (self.terms.group_size or 0):
             return []
         del self._open[name]
-        return self._complete(name, InfoTable.concat(members))
+        return self._complete(name, InfoTable.concat(sorted(members, key=lambda t: _by_place(t[0]))))
 
     def _complete(self, name: str, table: InfoTable) -> list[Group | Dropped]:
         limit, lengths = self.max_tokens, table.columns["n_tokens"]
@@ -196,15 +200,15 @@ class Assembler:
             return self._invalid(
                 name,
                 table,
-                f"group {name!r} of trajectory {table[0].id!r} {found} attribute {what!r}, which the quotas count; its "
+                f"{_who(table)} {found} attribute {what!r}, which the quotas count; its "
                 f"attributes are {dict(attributes)}. Set it at put, add a quota for it, or drop with invalid='drop'.",
             )
         if not table.columns["loss_tokens"].any():
-            return [Dropped("no_loss_tokens", table, name=name)]
+            return [Dropped("no_loss_tokens", table, name)]
         if self.terms.policy.keep is not None and not self.terms.policy.keep(table.infos()):
-            return [Dropped("filtered", table, name=name)]
+            return [Dropped("filtered", table, name)]
         version = int(table.columns["policy_version"].min())
-        return [Group(name, table, combination, version, _group_mark(table))]
+        return [Group(name, table, combination, version, group_mark(table))]
 
     def _oversize_acts(self) -> bool:
         return self.terms.policy.oversize != "alone"
@@ -222,7 +226,7 @@ class Assembler:
     ) -> list[Group | Dropped]:
         if (policy or self.terms.policy.invalid) == "error":
             raise InvalidGroup(text)
-        return [Dropped(reason, table, name=name)]
+        return [Dropped(reason, table, name)]
 
 
 def annotated(group: Group, annotate: Annotate | None) -> InfoTable:
@@ -230,16 +234,31 @@ def annotated(group: Group, annotate: Annotate | None) -> InfoTable:
     if annotate is None:
         return group.table
     added = annotate(group.table.infos())
-    taken = {*group.table.schema.names, *group.table.value_names}
+    taken = {*group.table.schema.names, *group.table.value_names, *RESERVED}
     for name, values in added.items():
         if name in taken:
             raise InvalidArgument(f"annotate adds {name!r}, which is a stored value or column; choose another name.")
-        if len(values) != len(group.table) or not np.isfinite(np.asarray(values, np.float64)).all():
+        if not _one_float_each(values, len(group.table)):
             raise InvalidGroup(
-                f"annotate gave {name!r} = {list(values)!r} for group {group.name!r} of {len(group.table)} members; it "
-                "must return one finite float per member."
+                f"annotate gave {name!r} = {values!r} for group {group.name!r} of {len(group.table)} members; it must "
+                "return one finite float (float32) per member."
             )
     return group.table.with_values(added)
+
+
+def extras(group: Group, rows: InfoTable, policy: GroupPolicy) -> list[Group | Dropped]:
+    """What becomes of lone rows of a group that is complete without them."""
+    known = dict(zip(group.table.ragged["id"].texts(), group.table.fingerprints(), strict=True))
+    found: dict[str, list[int]] = {}
+    for i, (name, mark) in enumerate(zip(rows.ragged["id"].texts(), rows.fingerprints(), strict=True)):
+        reason = "surplus" if name not in known else "duplicate" if known[name] == mark else "conflict"
+        if reason == "conflict" and policy.invalid == "error":
+            first = next(row for row in range(len(group.table)) if group.table[row].id == name)
+            raise InvalidGroup(_two_contents(group.table.take(np.array([first])), rows.take(np.array([i]))))
+        if reason == "surplus":
+            _check_surplus(policy, rows[i], len(known))
+        found.setdefault(reason, []).append(i)
+    return [Dropped(reason, rows.take(np.array(at))) for reason, at in found.items()]
 
 
 def name_key(name: str) -> int:
@@ -247,18 +266,54 @@ def name_key(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
-def conflict(group: Group, writer: int, segment: int) -> str:
+def conflict(name: str, table: InfoTable, writer: int, segment: int) -> str:
     """What to say of a group that came before with other content."""
-    here = _place(group.table)
     return (
-        f"group {group.name!r} of trajectory {group.table[0].id!r} stands in segment {segment} of writer {writer} and, "
-        f"with other content, in {here}; ids are unique in a store. Give regenerated groups new ids."
+        f"group {name!r} of trajectory {table[0].id!r} stands in segment {segment} of writer {writer} and, with other "
+        f"content, in {_place(table)}; ids are unique in a store. Give regenerated groups new ids."
     )
 
 
-def _group_mark(table: InfoTable) -> int:
-    marks = np.array(sorted(zip(table.ragged["id"].texts(), table.fingerprints(), strict=True)), dtype=object)
-    return xxhash.xxh3_64_intdigest(repr(marks.tolist()).encode())
+def group_mark(table: InfoTable) -> int:
+    """64 bits over the members' ids and content, in whatever order they stand."""
+    marks = sorted(zip(table.ragged["id"].texts(), table.fingerprints(), strict=True))
+    return xxhash.xxh3_64_intdigest(repr(marks).encode())
+
+
+def _check_surplus(policy: GroupPolicy, info: TrajectoryInfo, size: int) -> None:
+    if policy.surplus == "error":
+        raise InvalidGroup(
+            f"trajectory {info.id!r} is a member too many of group {info.group!r}: group_size is {size}. Write that "
+            "many, change group_size, or choose GroupPolicy(surplus='first')."
+        )
+
+
+def _one_float_each(values: Sequence[float], count: int) -> bool:
+    try:
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, which is not finite
+            cells = np.asarray(values, np.float32)
+    except (TypeError, ValueError):
+        return False
+    return cells.shape == (count,) and bool(np.isfinite(cells).all())
+
+
+def _by_place(info: TrajectoryInfo) -> tuple[int, int, int]:
+    writer, segment, item = info.address
+    return segment, writer, item
+
+
+def _who(table: InfoTable) -> str:
+    return f"group {table[0].group!r} of trajectory {table[0].id!r}"
+
+
+def _not_whole(table: InfoTable, size: int | None) -> str:
+    text = f"{_who(table)} was not written by one put_group"
+    if size is None:
+        return text + ", and group_size=None takes what put_group wrote. Use put_group."
+    return (
+        text + ", and without max_staleness repeats of lone puts cannot be recognised. Use put_group, or set "
+        f"max_staleness (group_size is {size})."
+    )
 
 
 def _place(table: InfoTable) -> str:
@@ -268,8 +323,8 @@ def _place(table: InfoTable) -> str:
 
 def _two_contents(first: InfoTable, second: InfoTable) -> str:
     return (
-        f"stands in {_place(first)} and, with other content, in {_place(second)}; ids are unique in a store. Give "
-        "regenerated trajectories new ids."
+        f"trajectory {first[0].id!r} stands in {_place(first)} and, with other content, in {_place(second)}; ids are "
+        "unique in a store. Give regenerated trajectories new ids."
     )
 
 

@@ -21,6 +21,7 @@ from knit_data.errors import StateError
 from knit_data.infos import Array, InfoTable
 
 VERSION = 1
+Done = tuple[int, set[int] | None]  # rows of a segment, and the items with a fate; None: all
 Runs = list[tuple[int, int, int, int, int]]  # writer, segment, first item, count, rows of the segment
 
 
@@ -44,7 +45,7 @@ class Entry:
     seen: Sequence[tuple[int, int, int, int, int]] = ()  # key, mark, version, writer, segment of groups
     opened: Sequence[Runs] = ()  # groups kept for later passes
     closes: bool = False  # the train batch is over: kept groups are let go
-    dropped: Mapping[str, int] = field(default_factory=dict)  # groups by reason
+    dropped: Mapping[str, int] = field(default_factory=dict)  # by reason, as Dropped.count counts
     forget_below: int | None = None  # versions that no admission can take any more
     starts: Sequence[tuple[int, int]] = ()  # writers found after their first segments were reclaimed
 
@@ -89,7 +90,7 @@ class Ledger:
         self.seen: dict[int, tuple[int, int, int, int]] = {}
         self.hashes: set[int] = set()  # groups remembered by name only
         self._next: dict[int, int] = {}
-        self._done: dict[int, dict[int, tuple[int, set[int]]]] = {}  # writer -> segment -> (rows, done items)
+        self._done: dict[int, dict[int, Done]] = {}  # writer -> segment, from _next on -> what of it is done
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -103,14 +104,16 @@ class Ledger:
         items = table.columns["item"]
         if segment < self._next.get(writer, 0):
             return np.zeros(0, np.int64)
-        entry = self._done.get(writer, {}).get(segment)
-        return np.arange(len(items)) if entry is None else np.flatnonzero([i not in entry[1] for i in items.tolist()])
+        _, done = self._done.get(writer, {}).get(segment, (0, set()))
+        if done is None:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero([i not in done for i in items.tolist()]) if done else np.arange(len(items))
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def apply(self, entry: Entry) -> None:
         for writer, first in entry.starts:
-            self._next[writer] = max(first, self._next.get(writer, 0))
+            self._advance(writer, first)
         for run in entry.runs:
             self._finish(*run)
         for key, *rest in entry.seen:
@@ -126,14 +129,22 @@ class Ledger:
         self.progress, self.counts = entry.progress, dict(entry.counts)
 
     def _finish(self, writer: int, segment: int, first: int, count: int, rows: int) -> None:
-        segments = self._done.setdefault(writer, {})
-        _, items = segments.setdefault(segment, (rows, set()))
-        items.update(range(first, first + count))
-        at = self._next.setdefault(writer, 0)
-        while at in segments and len(segments[at][1]) == segments[at][0]:
-            del segments[at]
+        if segment >= self._next.get(writer, 0):
+            segments = self._done.setdefault(writer, {})
+            done = segments.get(segment, (rows, set()))[1]
+            if done is not None:
+                done |= set(range(first, first + count))
+                segments[segment] = rows, None if len(done) == rows else done
+        self._advance(writer, 0)
+
+    def _advance(self, writer: int, first: int) -> None:
+        """The cursor: past what is done, and at least ``first``."""
+        at, segments = max(first, self._next.get(writer, 0)), self._done.get(writer, {})
+        while at in segments and segments[at][1] is None:
             at += 1
         self._next[writer] = at
+        for segment in [n for n in segments if n < at]:
+            del segments[segment]
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +154,7 @@ class Ledger:
         writers = []
         for writer in sorted(self._next):
             later = [
-                [segment, rows, [] if len(items) == rows else sorted(items)]
+                [segment, rows, None if items is None else sorted(items)]
                 for segment, (rows, items) in sorted(self._done.get(writer, {}).items())
             ]
             writers.append([writer, self._next[writer], later])
@@ -161,35 +172,43 @@ class Ledger:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state; raises StateError if it is not of this store and these terms."""
+        """Take over a state; raises StateError, and changes nothing, if it is not of this store and these terms."""
         try:
-            if state["version"] != VERSION:
-                raise StateError(f"state version {state['version']}, this release reads {VERSION}; use the other one.")
+            version = state["version"]
+            if version != VERSION:
+                raise StateError(f"state version {version!r}, this release reads {VERSION}: use the other.")
             if state["store"] != self.store_id:
                 raise StateError(
                     f"this state belongs to store {state['store']}, the sampler reads store {self.store_id}; open the "
                     "store that the run was trained from."
                 )
-            self._check_terms(state)
-            self.progress = Progress(*state["progress"])
-            self.counts = {tuple(c): n for c, n in state["counts"]}
-            self.opened = [[_run(r) for r in runs] for runs in state["opened"]]
-            self.dropped = dict(state["dropped"])
-            self.seen = {k: (mark, v, w, s) for k, mark, v, w, s in _unpack(state["seen"])}
-            self.hashes = set(np.frombuffer(base64.b64decode(state["hashes"]), np.uint64).tolist())
-            self._next, self._done = {}, {}
-            for writer, at, later in state["writers"]:
-                self._next[writer] = at
-                self._done[writer] = {s: (rows, set(items or range(rows))) for s, rows, items in later}
-        except (KeyError, TypeError, ValueError) as e:
-            if isinstance(e, StateError):
-                raise
-            raise StateError(f"this is not a state of this loader ({e!r}); found keys {sorted(state)}.") from e
+            k, e, j, short = state["progress"]
+            progress = Progress(_count(k), _count(e), _count(j), None if short is None else _count(short))
+            self._check_terms(state["terms"], progress)
+            counts = {tuple(map(_text, c)): _count(n) for c, n in state["counts"]}
+            opened = [[_run(r) for r in runs] for runs in state["opened"]]
+            dropped = {_text(reason): _count(n) for reason, n in state["dropped"].items()}
+            seen = {k: (mark, v, w, s) for k, mark, v, w, s in _unpack(state["seen"])}
+            hashes = set(np.frombuffer(_blob(state["hashes"]), np.uint64).tolist())
+            cursors = {_count(writer): _count(at) for writer, at, _ in state["writers"]}
+            done: dict[int, dict[int, Done]] = {
+                writer: {_count(s): (_count(rows), None if i is None else set(map(_count, i))) for s, rows, i in later}
+                for writer, _, later in state["writers"]
+            }
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise StateError(
+                f"this is not a state of this loader ({error!r}); found {found}. Give what state_dict() returned."
+            ) from error
+        self.progress, self.counts, self.opened, self.dropped = progress, counts, opened, dropped
+        self.seen, self.hashes, self._next, self._done = seen, hashes, cursors, done
 
-    def _check_terms(self, state: Mapping[str, Any]) -> None:
+    def _check_terms(self, then: Mapping[str, Any], progress: Progress) -> None:
         """Sizes, passes and seed must be those of the run; quotas may change between train batches."""
-        then, now = state["terms"], json.loads(json.dumps(self.terms))
-        open_batch = any(state["progress"][1:3])
+        now = json.loads(json.dumps(self.terms))
+        open_batch = progress.epoch or progress.position
         for name in sorted(then.keys() | now.keys()):
             if then.get(name) == now.get(name) or (name == "quotas" and not open_batch):
                 continue
@@ -214,8 +233,24 @@ def runs_of(tables: Iterable[InfoTable]) -> Runs:
 
 
 def _run(values: Sequence[int]) -> tuple[int, int, int, int, int]:
-    writer, segment, first, count, rows = values
+    writer, segment, first, count, rows = map(_count, values)
     return writer, segment, first, count, rows
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError(f"{value!r} where a count belongs")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} where a name belongs")
+    return value
+
+
+def _blob(text: str) -> bytes:
+    return base64.b64decode(_text(text), validate=True)
 
 
 def _pack(rows: Sequence[tuple[int, int, int, int, int]]) -> str:
@@ -223,5 +258,5 @@ def _pack(rows: Sequence[tuple[int, int, int, int, int]]) -> str:
 
 
 def _unpack(text: str) -> list[tuple[int, int, int, int, int]]:
-    rows = np.frombuffer(base64.b64decode(text), np.uint64).reshape(-1, 5).tolist()
+    rows = np.frombuffer(_blob(text), np.uint64).reshape(-1, 5).tolist()
     return [(k, mark, version, writer, segment) for k, mark, version, writer, segment in rows]

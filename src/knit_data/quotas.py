@@ -44,11 +44,17 @@ class Bounds:
 
 
 def at_least(count: int) -> Bounds:
-    return _bounds("at_least", (count, None))
+    return Bounds(_count("at_least", count), None)
 
 
 def at_most(count: int) -> Bounds:
-    return _bounds("at_most", (0, count))
+    return Bounds(0, _count("at_most", count))
+
+
+def _count(what: str, count: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise InvalidArgument(f"{what} takes a count of groups, an int >= 0, found {count!r}.")
+    return count
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,15 @@ class Quotas:
     """``{"source": {"math": 32, "code": (12, 20), "vqa": at_least(8)}}``: groups of a train batch by attribute."""
 
     mapping: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    support: Any = None
+    mini_window: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("support", "mini_window"):
+            if getattr(self, name) is not None:
+                raise InvalidArgument(f"Quotas {name}={getattr(self, name)!r}: this version takes None only.")
+        if not isinstance(self.mapping, Mapping):
+            raise InvalidArgument(f"quotas must map an attribute to {{value: bounds}}, found {self.mapping!r}.")
         if len(self.mapping) > 1:
             raise InvalidArgument(
                 f"quotas name {len(self.mapping)} attributes ({', '.join(self.mapping)}); this version takes one. "
@@ -66,6 +79,10 @@ class Quotas:
         for attribute, values in self.mapping.items():
             if not isinstance(values, Mapping) or not values:
                 raise InvalidArgument(f"quotas[{attribute!r}] must map values to bounds, found {values!r}.")
+            for name in (attribute, *values):
+                if not isinstance(name, str):
+                    raise InvalidArgument(f"quotas name attributes and values as strings, found {name!r}.")
+        self.bounds()
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -86,7 +103,8 @@ def _bounds(what: str, bound: Any) -> Bounds:
     whole = [n for n in (low, high) if n is not None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in whole) or not whole or low is None:
         raise InvalidArgument(
-            f"{what} = {bound!r}: give a count of groups, a (low, high) range, kd.at_least(n) or kd.at_most(n)."
+            f"{what} = {bound!r}: give a count of groups, a (low, high) range, kd.at_least(n) or kd.at_most(n); "
+            "this version has no shares."
         )
     if high is not None and low > high:
         raise InvalidArgument(f"{what} = {bound!r}: the lower bound {low} is above the upper bound {high}.")

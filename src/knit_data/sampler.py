@@ -6,7 +6,7 @@ A torchdata node over a ``TrajectoryStream``. The decisions themselves are pure 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,18 @@ from torchdata.nodes import BaseNode
 
 from knit_data.admission import Admission, AdmittedMiniBatch, Sizes, explain, mini_batch
 from knit_data.errors import InvalidArgument, InvalidGroup, KnitError, UsageError, WaitTimeout
-from knit_data.groups import Assembler, Dropped, Group, GroupPolicy, Terms, annotated, conflict, name_key
+from knit_data.groups import (
+    Assembler,
+    Dropped,
+    Group,
+    GroupPolicy,
+    Terms,
+    annotated,
+    conflict,
+    extras,
+    group_mark,
+    name_key,
+)
 from knit_data.infos import InfoTable, parse_attributes
 from knit_data.ledger import Entry, Ledger, Progress, runs_of
 from knit_data.quotas import Combination, Quotas, QuotaSeats
@@ -67,6 +78,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             raise InvalidArgument(f"group_size must be at least 1, found {group_size}.")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InvalidArgument(f"seed must be an int, found {seed!r}.")
+        if groups is not None and not isinstance(groups, GroupPolicy):
+            raise InvalidArgument(f"groups must be a GroupPolicy or None, found {groups!r}.")
         if not timeout > 0:
             raise InvalidArgument(f"timeout must be above 0 seconds, found {timeout!r}.")
         self.stream, self.timeout, self.seed = stream, timeout, seed
@@ -80,7 +93,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self.max_tokens = self.policy.max_tokens
         QuotaSeats(self.quotas, train_batch_size)  # refuses quotas that cannot add up
         self._ledger: Ledger | None = None
-        self._failure: KnitError | None = None
+        self._failure: Exception | None = None
+        self._waiting_since: float | None = None
 
     # -- node contract ----------------------------------------------------------------------------------------------
 
@@ -125,15 +139,12 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         return explain(self._admission, self._incomplete(), self.dropped())
 
     def dropped(self) -> dict[str, int]:
-        """Groups dropped so far, by reason."""
-        counts = dict(self._required().dropped)
-        for drop in self._drops:
-            counts[drop.reason] = counts.get(drop.reason, 0) + drop.groups
-        return {reason: n for reason, n in counts.items() if n}
+        """What was dropped so far, by reason: groups, or for the reasons of ``EXTRAS`` single trajectories."""
+        return _counted(self._required().dropped, self._drops)
 
     def left_over(self) -> int:
         """Groups, complete or not, that have no fate yet."""
-        return len(self._admission.waiting) + len(self._assembler.incomplete)
+        return len(self._admission.waiting) + len(self._assembler.incomplete) if self._ledger else 0
 
     # -- for the loader ---------------------------------------------------------------------------------------------
 
@@ -162,14 +173,20 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
     def admit(self, timeout: float, needed: bool = True) -> Admitted | None:
         """One attempt: what is there is drained first, then up to ``timeout`` seconds are waited for more.
 
-        None: not yet. ``needed``: the trainer waits for it; only then does the sampler's own time-out run. Raises StopIteration at the end of the stream, WaitTimeout, or what makes a group invalid.
+        None: not yet. ``needed``: the trainer waits for it; only then does the sampler's own time-out run. Raises
+        StopIteration at the end of the stream, WaitTimeout, or what makes a group invalid.
         """
         self._required()
         if self._failure is not None:
             raise self._failure
         try:
             return self._attempt(timeout, needed)
-        except KnitError as e:
+        except StopIteration:
+            raise
+        except WaitTimeout:  # nothing is lost: whoever asks again waits again
+            self._waiting_since = None
+            raise
+        except Exception as e:  # rows may have been read and not kept: going on would lose them
             self._failure = e
             raise
 
@@ -181,8 +198,9 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         terms = Terms(self.group_size, self.quotas.attributes, self._seats().knows, policy, self.staleness is None)
         self._assembler = Assembler(terms, self.max_tokens)
         self._admission = Admission(self.sizes, self.quotas, self.staleness, self.seed)
-        self._drops: list[Dropped] = []
-        self._waiting_since: float | None = None
+        self._drops: list[Dropped] = []  # since the entry before
+        self._ended: set[int] = set()  # keys of the groups among them
+        self._waiting_since = None
         self._demanded: Demand | None = None
         self.stream.reset(
             {"store": self.stream.store.id, "writers": [[w, s, 0] for w, s in sorted(ledger.cursors().items())]}
@@ -206,6 +224,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
     def _attempt(self, timeout: float, needed: bool) -> Admitted | None:
         admission, clock = self._admission, self.stream.store.backend
         if admission.over:
+            self._take(self.stream.poll(timeout))  # so that what is left over is counted after a resume, too
+            self._drain()
             raise StopIteration
         if admission.progress.epoch == 0:
             self._drain()
@@ -226,59 +246,68 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
                 "alive, and do they serve store.demand()? Raise timeout to wait longer."
             )
         if timeout > 0:
-            for table in self.stream.poll(timeout):
-                self._offer(table)
+            self._take(self.stream.poll(timeout))
         return None
 
     def _drain(self) -> None:
         while tables := self.stream.poll(0.0):
-            for table in tables:
-                self._offer(table)
+            self._take(tables)
+
+    def _take(self, tables: Sequence[InfoTable]) -> None:
+        for table in tables:
+            rows = self._required().open_rows(table)
+            if len(rows) < len(table):
+                table = table.take(rows)
+            if self.group_size != 1:
+                units = [table] if len(table) else []
+            else:
+                units = [table.take(np.array([i])) for i in range(len(table))] if len(table) > 1 else [table]
+            for unit in units:
+                self._offer(unit)
 
     def _offer(self, table: InfoTable) -> None:
-        ledger = self._required()
-        rows = ledger.open_rows(table)
-        if not len(rows):
-            return
-        if len(rows) < len(table):
-            table = table.take(rows)
-        key = name_key(table[0].group)
-        if self.group_size != 1 and not int(table.columns["group_rows"][0]) and self._remembers(key):
-            self._drops.append(Dropped("late", table, groups=0))
-            return
-        for outcome in self._assembler.offer(table):
-            if isinstance(outcome, Dropped):
-                self._drops.append(outcome)
-            elif (repeat := self._repeat(outcome)) is not None:
-                self._drops.append(repeat)
-            else:
+        """One group or lone row: of a name that is known already, or new."""
+        outcomes = self._again(table)
+        for outcome in self._assembler.offer(table) if outcomes is None else outcomes:
+            if isinstance(outcome, Group):
                 self._admission.offer(outcome)
+                continue
+            self._drops.append(outcome)
+            if outcome.name is not None:
+                self._ended.add(name_key(outcome.name))
 
-    def _remembers(self, key: int) -> bool:
-        ledger = self._required()
-        return key in ledger.seen or key in ledger.hashes or key in self._admission.waiting
-
-    def _repeat(self, group: Group) -> Dropped | None:
-        """A group that came before: the same again is dropped, other content under the same name is invalid."""
-        ledger, key = self._required(), group.key
-        first = self._admission.waiting.get(key)
-        if first is not None:
-            mark, (writer, segment, _) = first.mark, first.table[0].address
+    def _again(self, table: InfoTable) -> Sequence[Group | Dropped] | None:
+        """What becomes of rows whose group was complete before they came; None: it was not."""
+        ledger, size = self._required(), self.group_size
+        name = table[0].id if size == 1 else table[0].group
+        key = name_key(name)
+        waiting = self._admission.waiting.get(key)
+        whole = size == 1 or bool(table.columns["group_rows"][0])
+        if waiting is not None:
+            if not whole:
+                return extras(waiting, table, self.policy)
+            mark, (writer, segment, _) = waiting.mark, waiting.table[0].address
+        elif key in self._ended:
+            return [Dropped("late", table)]
         elif key in ledger.seen:
             mark, _, writer, segment = ledger.seen[key]
         elif key in ledger.hashes:
-            return Dropped("duplicate", group.table, groups=0)
+            return [Dropped("duplicate" if whole else "late", table)]
         else:
             return None
-        if mark == group.mark:
-            return Dropped("duplicate", group.table, groups=0)
+        if not whole or not mark:  # only what was trained has a mark
+            return [Dropped("late", table)]
+        if mark == group_mark(table.take(np.arange(min(size, len(table)))) if size else table):
+            return [Dropped("duplicate", table)]
         if self.policy.invalid == "error":
-            raise InvalidGroup(conflict(group, writer, segment))
-        return Dropped("invalid", group.table, groups=1)
+            raise InvalidGroup(conflict(name, table, writer, segment))
+        return [Dropped("conflict", table)]
 
     def _choose(self) -> list[Group] | None:
         if self._admission.progress.epoch == 0:
-            self._drops += self._admission.expire()
+            expired = self._admission.expire()
+            self._drops += expired
+            self._ended.update(name_key(drop.name) for drop in expired if drop.name)
         return self._admission.choose()
 
     def _commit(self, chosen: list[Group]) -> Admitted:
@@ -289,9 +318,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         fresh = chosen if before.epoch == 0 else []
         runs = runs_of([*(g.table for g in fresh), *(d.table for d in self._drops)])
         seen = [(g.key, g.mark, g.version, *g.table[0].address[:2]) for g in fresh]
-        dropped: dict[str, int] = {}
         for drop in self._drops:
-            dropped[drop.reason] = dropped.get(drop.reason, 0) + drop.groups
             if drop.name is not None:
                 version = int(drop.table.columns["policy_version"].min())
                 seen.append((name_key(drop.name), 0, version, *drop.table[0].address[:2]))
@@ -302,12 +329,12 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             seen,
             [runs_of([g.table]) for g in fresh] if self.sizes.epochs > 1 else [],
             closes=admission.progress.train_batch > before.train_batch or admission.over,
-            dropped=dropped,
+            dropped=_counted({}, self._drops),
             forget_below=self._oldest(admission.progress),
             starts=[(w, at) for w, at in self.stream.firsts().items() if at > ledger.cursors().get(w, 0)],
         )
         ledger.apply(entry)
-        self._drops, self._waiting_since = [], None
+        self._drops, self._ended, self._waiting_since = [], set(), None
         self._publish_demand()
         mini = mini_batch(tables, index, before, is_last)
         return Admitted(mini, entry, self.stream.finite)
@@ -342,3 +369,10 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             self.reset()
         assert self._ledger is not None
         return self._ledger
+
+
+def _counted(before: Mapping[str, int], drops: Iterable[Dropped]) -> dict[str, int]:
+    counts = dict(before)
+    for drop in drops:
+        counts[drop.reason] = counts.get(drop.reason, 0) + drop.count
+    return counts

@@ -1,0 +1,634 @@
+"""The sampler on a store in memory: what is admitted, what becomes of every row, and going on from a state."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from makers import fill, group, sampler, trajectory
+from torchdata.nodes import Loader
+
+import knit_data as kd
+from knit_data.errors import InvalidArgument, InvalidGroup, StateError, UsageError, WaitTimeout
+from knit_data.groups import EXTRAS
+from knit_data.store.memory import ManualClock, MemoryBackend
+from knit_data.store.store import Demand
+
+_numbers = count()
+HANG = 120.0  # seconds; reached only by a test that fails
+
+
+def memory(clock: ManualClock | None = None) -> kd.TrajectoryStore:
+    name = f"sampler-{next(_numbers)}"
+    MemoryBackend.named(name, clock=clock)
+    return kd.TrajectoryStore(f"memory://{name}")
+
+
+def groups_of(mini: kd.AdmittedMiniBatch) -> list[str]:
+    """The groups' names, by their rows; each stands together."""
+    at, out = 0, []
+    for n in mini.group_rows:
+        names = {info.group for info in mini.infos[at : at + n]}
+        assert len(names) == 1
+        out += names
+        at += n
+    assert at == len(mini.infos)
+    return out
+
+
+def members_of(mini: kd.AdmittedMiniBatch) -> list[list[str]]:
+    ids = [info.id for info in mini.infos]
+    starts = [sum(mini.group_rows[:i]) for i in range(len(mini.group_rows))]
+    return [ids[at : at + n] for at, n in zip(starts, mini.group_rows, strict=True)]
+
+
+Step = tuple[int, int, int, int, bool, list[list[str]]]
+
+
+def rest_of(made: kd.QuotaSampler) -> tuple[list[Step], list[dict[str, Any]]]:
+    """Every step until the end, with the state after it."""
+    steps, states = [], []
+    while True:
+        try:
+            mini = made.next()
+        except StopIteration:
+            return steps, states
+        place = mini.index, mini.train_batch, mini.epoch, mini.position, mini.is_last
+        steps.append((*place, members_of(mini)))
+        states.append(made.get_state())
+
+
+# -- exact batches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("writers", [2, 4])
+def test_train_batches_are_exact(grouped: bool, writers: int) -> None:
+    store = memory()
+    hands = [store.writer(f"w{i}") for i in range(writers)]
+    for g in range(30):
+        members = group(f"g{g:02}", 2, ("math", "math", "code")[g % 3])
+        for i, t in enumerate(members):
+            if not grouped:
+                hands[(g + i) % writers].put(t)
+        if grouped:
+            hands[g % writers].put_group(members)
+    store.seal()
+    quotas = {"source": {"math": (3, 4), "code": (2, 3)}}
+    made = sampler(store, train_batch_size=6, mini_batch_size=3, group_size=2, quotas=quotas, max_staleness=99)
+    batches: dict[int, list[str]] = {}
+    for index in range(10):
+        mini = made.next()
+        assert (mini.index, mini.train_batch, mini.position) == (index, index // 2, index % 2)
+        assert mini.is_last == (index % 2 == 1) and mini.n_groups == 3 and len(mini.infos) == 6
+        batches.setdefault(mini.train_batch, []).extend(groups_of(mini))
+    with pytest.raises(StopIteration):
+        made.next()
+    with pytest.raises(StopIteration):
+        made.next()
+    for names in batches.values():
+        code = sum(int(n[1:]) % 3 == 2 for n in names)
+        assert len(names) == 6 and 2 <= code <= 3
+    assert sorted(n for names in batches.values() for n in names) == [f"g{g:02}" for g in range(30)]
+    assert made.left_over() == 0 and made.dropped() == {}
+
+
+def test_what_put_group_wrote_is_a_group_of_any_size() -> None:
+    store = memory()
+    writer = store.writer("w")
+    for g, size in enumerate((1, 3, 2, 5)):
+        writer.put_group(group(f"g{g}", size))
+    store.seal()
+    made = sampler(store, train_batch_size=4, group_size=None)
+    assert [made.next().group_rows, made.next().group_rows] == [(1, 3), (2, 5)]
+
+
+def test_annotations_come_with_every_pass_and_after_a_resume() -> None:
+    store = fill(memory(), 8)
+    arguments = {"epochs": 2, "groups": kd.GroupPolicy(annotate=kd.group_advantages)}
+    made = sampler(store, **arguments)
+    for _ in range(5):
+        mini = made.next()
+        assert all("advantage" in info.values for info in mini.infos)
+    again = sampler(store, **arguments)
+    again.reset(made.get_state())
+    for mini in (made.next(), again.next()):
+        members = mini.infos[:4]
+        expected = kd.group_advantages(members)["advantage"]
+        assert [i.values["advantage"] for i in members] == torch.tensor(expected).tolist()
+
+
+# -- the node contract -------------------------------------------------------------------------------------------------
+
+
+def test_constructing_reads_nothing_and_state_comes_before_the_first_item() -> None:
+    store = memory()
+    made = sampler(store)
+    assert made.deficits() == {} and made.free_seats() == 8 and made.left_over() == 0
+    assert made.explain() == "the sampler has not started: it starts with the first mini-batch."
+    state = made.state_dict()
+    fill(store, 8)
+    other = sampler(store)
+    other.reset(json.loads(json.dumps(state)))
+    assert other.next().index == 0
+
+
+def test_a_torchdata_loader_resumes_and_iterates_again() -> None:
+    store = fill(memory(), 16)
+    whole = [groups_of(mini) for mini in Loader(sampler(store))]
+    assert len(whole) == 8
+    loader = Loader(sampler(store))
+    steps = iter(loader)
+    begun = [groups_of(next(steps)) for _ in range(3)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    second = [groups_of(mini) for mini in loader]
+    assert begun + second == whole, "a second iter goes on; nothing is trained again"
+    assert list(loader) == []
+    resumed = Loader(sampler(store))
+    resumed.load_state_dict(state)
+    assert [groups_of(mini) for mini in resumed] == whole[3:]
+
+
+def test_states_are_fresh_and_resets_from_which_nothing_was_read_open_nothing() -> None:
+    store = fill(memory(), 8)
+    made = sampler(store)
+    made.reset()
+    made.reset()
+    first = made.next()
+    state = made.get_state()
+    kept = json.dumps(state)
+    made.next()
+    assert json.dumps(state) == kept != json.dumps(made.get_state())
+    made.reset(json.loads(kept))
+    made.reset(json.loads(kept))
+    assert first.index == 0 and made.next().index == 1
+
+
+def test_only_rank_0_admits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sampler(fill(memory(), 8))
+    monkeypatch.setattr(dist, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    with pytest.raises(UsageError, match="rank 3 asked the sampler for a mini-batch; only global rank 0 admits"):
+        made.next()
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    assert made.next().index == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"group_size": 0}, "group_size must be at least 1, found 0"),
+        ({"group_size": True}, "group_size must be an int or None, found True"),
+        ({"group_size": 2.0}, "group_size must be an int or None, found 2.0"),
+        ({"seed": "x"}, "seed must be an int, found 'x'"),
+        ({"timeout": 0}, "timeout must be above 0 seconds, found 0"),
+        ({"timeout": float("nan")}, "timeout must be above 0 seconds, found nan"),
+        ({"epochs": 0}, "epochs must be an int of at least 1"),
+        ({"quotas": {"source": {"math": 9}}}, "quotas need at least 9 groups .math exactly 9., train_batch_size is 8"),
+        ({"quotas": {"source": {"math": 7}}}, "quotas allow at most 7 groups"),
+        ({"quotas": [1]}, "quotas must map"),
+        ({"max_staleness": -1}, "max_staleness must be an int >= 0"),
+        ({"groups": {"invalid": "drop"}}, "groups must be a GroupPolicy"),
+    ],
+)
+def test_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        sampler(memory(), **arguments)
+
+
+def test_the_loaders_limit_is_the_samplers_unless_a_smaller_one_was_asked_for() -> None:
+    store = memory()
+    store.writer("w").put_group(group("long", 2, lengths=(5, 9)))
+    for g in range(2):
+        store.writer("w").put_group(group(f"g{g}", 2, lengths=(5, 8)))
+    store.seal()
+    made = sampler(store, group_size=2, groups=kd.GroupPolicy(oversize="drop"))
+    made.limit_tokens(8)
+    assert groups_of(made.next()) == ["g0", "g1"] and made.dropped() == {"oversize": 1}
+    made = sampler(store, group_size=2, groups=kd.GroupPolicy(max_tokens=9, oversize="alone"))
+    made.limit_tokens(8)
+    assert groups_of(made.next()) == ["long", "g0"]
+    with pytest.raises(InvalidArgument, match=r"max_tokens=9. does not fit a micro-batch: its cap takes 8 tokens"):
+        sampler(store, groups=kd.GroupPolicy(max_tokens=9)).limit_tokens(8)
+
+
+def test_the_sampler_reads_a_stream_only() -> None:
+    with pytest.raises(InvalidArgument, match="reads a TrajectoryStream, found list"):
+        kd.QuotaSampler([], 8, 2, 4)  # type: ignore[arg-type]
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_time_out_says_what_is_short_and_can_be_waited_out() -> None:
+    clock = ManualClock()
+    store = memory(clock)
+    writer = store.writer("w")
+    quotas = {"source": {"math": 4, "code": 4}}
+    made = sampler(store, quotas=quotas, group_size=2, max_staleness=0, timeout=60.0)
+    for g in range(5):
+        writer.put_group(group(f"m{g}", 2))
+    writer.put(group("c", 2, "code")[0])
+    assert [made.next().index, made.next().index] == [0, 1]
+    begun = clock.now()
+    text = (
+        r"no mini-batch could be admitted for 60 s: train batch 0, mini-batch 3 of 4 waits for 2 groups that fit: "
+        r"math \(exactly 4: 4 in, 1 complete, 0 incomplete, no seat left\); code \(exactly 4: 0 in, 0 complete, "
+        r"1 incomplete\); 0 free of 4 seats left; short of 4 code\. Are the rollout workers alive"
+    )
+    with pytest.raises(WaitTimeout, match=text):
+        made.next()
+    assert 60 <= clock.now() - begun < 61
+    with pytest.raises(WaitTimeout, match="short of 4 code"):
+        made.next()
+    for g in range(2):
+        writer.put_group(group(f"c{g}", 2, "code"))
+    assert groups_of(made.next()) == ["c0", "c1"]
+
+
+def test_the_time_out_starts_anew_with_every_mini_batch_and_runs_only_when_needed() -> None:
+    clock = ManualClock()
+    store = memory(clock)
+    writer = store.writer("w")
+    made = sampler(store, timeout=60.0, group_size=1)
+    for g in range(4):
+        assert made.admit(0.0) is None
+        clock.advance(50.0)
+        writer.put_group(group(f"a{g}", 2))
+        admitted = made.admit(0.0)
+        assert admitted is not None and admitted.mini.index == g
+    for _ in range(3):
+        assert made.admit(1.0, needed=False) is None
+        clock.advance(100.0)
+    with pytest.raises(WaitTimeout):
+        made.admit(0.0)
+
+
+def test_demand_follows() -> None:
+    clock = ManualClock()
+    store = memory(clock)
+    writer = store.writer("w")
+    made = sampler(store, quotas={"source": {"math": 3, "code": (2, 5)}}, train_batch_size=6, group_size=1)
+    assert store.demand() == Demand(0, {}, 0)
+    assert made.admit(0.0) is None
+    assert store.demand() == Demand(0, {("math",): 3, ("code",): 2}, 1)
+    assert (made.deficits(), made.free_seats()) == ({("math",): 3, ("code",): 2}, 1)
+    for i, (source, deficits, free) in enumerate(
+        [
+            ("math", {("math",): 1, ("code",): 2}, 1),
+            ("code", {("math",): 1}, 1),
+            ("math", {}, 0),
+        ]
+    ):
+        writer.put_group(group(f"{i}a", 2, source) if i < 2 else group(f"{i}a", 1, source))
+        if i == 2:
+            writer.put_group(group("last", 1, "code"))
+        made.next()
+        expected = Demand(0, deficits, free) if i < 2 else Demand(1, {("math",): 3, ("code",): 2}, 1)
+        assert store.demand() == expected
+        assert (made.deficits(), made.free_seats()) == (expected.deficits, expected.free)
+
+
+def test_the_consumer_may_start_before_any_producer() -> None:
+    store = memory()
+    got: list[list[list[str]]] = []
+    thread = threading.Thread(target=lambda: got.extend(s[-1] for s in rest_of(sampler(store))[0]), name="consumer")
+    thread.start()
+    fill(store, 8)
+    thread.join(HANG)
+    assert not thread.is_alive()
+    assert sorted(ids[0] for groups in got for ids in groups) == [f"g{i:04}/0" for i in range(8)]
+
+
+# -- going on from a state ---------------------------------------------------------------------------------------------
+
+
+def busy_store(seed: int, lone: bool) -> kd.TrajectoryStore:
+    """Four writers; pending and repeated groups, members too many, and much that is dropped."""
+    rng, store = random.Random(seed), memory()
+    hands = [store.writer(f"w{i}") for i in range(4)]
+    puts: list[tuple[kd.Trajectory, ...]] = []
+    for g in range(26):
+        made = group(f"g{g:02}", 2, ("math", "code")[g % 2], policy_version=rng.randrange(6))
+        kind = rng.choice(["whole", "whole", "lone", "more", "twice", "pending", "long", "small", "unknown"])
+        if kind in ("lone", "pending") and not lone:
+            kind = "whole"
+        if kind in ("more", "twice"):
+            puts.append((*made, trajectory(f"g{g:02}/x", f"g{g:02}", attributes=made[0].attributes)))
+            puts += [puts[-1]] * (kind == "twice")
+        elif kind in ("lone", "pending"):
+            puts += [(t,) for t in made[: 2 if kind == "lone" else 1]]
+        elif kind == "small":
+            puts.append((made[0],))
+        elif kind == "long":
+            puts.append(tuple(group(f"g{g:02}", 2, lengths=(3, 40))))
+        elif kind == "unknown":
+            puts.append(tuple(group(f"g{g:02}", 2, "web")))
+        else:
+            puts.append(tuple(made))
+    rng.shuffle(puts)
+    for i, put in enumerate(puts):
+        hand = hands[i % 4] if puts.count(put) == 1 else next(h for h in hands if put[0].id not in h._known)
+        if len(put) == 1 and lone:
+            hand.put(put[0])
+        else:
+            hand.put_group(put)
+    store.seal()
+    return store
+
+
+POLICY = kd.GroupPolicy(invalid="drop", oversize="drop", max_tokens=35)
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_resume_after_every_mini_batch_goes_on_alike(seed: int, epochs: int, staleness: int | None) -> None:
+    store = busy_store(seed, lone=staleness is not None)
+    arguments = {
+        "train_batch_size": 4,
+        "group_size": 2,
+        "quotas": {"source": {"math": (1, 3), "code": kd.at_least(1)}},
+        "max_staleness": staleness,
+        "groups": POLICY,
+        "epochs": epochs,
+        "seed": seed,
+    }
+    made = sampler(store, **arguments)
+    steps, states = rest_of(made)
+    assert len(steps) >= 2 * epochs and made.dropped()
+    for i, state in enumerate(states):
+        resumed = sampler(store, **arguments)
+        resumed.reset(json.loads(json.dumps(state)))
+        # equal states after every step make a resume of a resume the same as this one
+        assert rest_of(resumed) == (steps[i + 1 :], states[i + 1 :])
+        assert (resumed.left_over(), resumed.dropped()) == (made.left_over(), made.dropped())
+
+
+def test_a_state_of_another_sampler_is_refused() -> None:
+    store = fill(memory(), 8)
+    made = sampler(store)
+    made.next()
+    state = made.get_state()
+    with pytest.raises(StateError, match="mini_batch_size=2, this sampler has 4"):
+        sampler(store, mini_batch_size=4).reset(state)
+    with pytest.raises(StateError, match="this state belongs to store"):
+        sampler(fill(memory(), 8)).reset(state)
+    with pytest.raises(StateError, match="until the train batch is over"):
+        sampler(store, quotas={"source": {"math": 4, "code": 4}}).reset(state)
+    assert made.next().index == 1
+
+
+# -- repeats -----------------------------------------------------------------------------------------------------------
+
+
+def test_late_repeats_are_dropped_and_counted() -> None:
+    store = memory()
+    one, two = store.writer("one"), store.writer("two")
+    made = sampler(store, group_size=2, max_staleness=9)
+    first, second, third = (group(f"g{i}", 2) for i in range(3))
+    one.put_group(first)
+    one.put_group(second)
+    assert groups_of(made.next()) == ["g0", "g1"]
+    two.put_group(first[::-1])  # trained already
+    two.put(second[0])
+    one.put_group(third)
+    two.put_group(third)  # waits
+    two.put(trajectory("new", "g2"))
+    two.put(third[0]) if third[0].id not in two._known else None
+    one.put_group(group("g3", 2))
+    assert groups_of(made.next()) == ["g2", "g3"]
+    assert made.dropped() == {"duplicate": 4, "late": 1, "surplus": 1}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("invalid", ["error", "drop"])
+def test_a_repeat_with_other_content(invalid: str, trained: bool) -> None:
+    store = memory()
+    made = sampler(store, group_size=2, max_staleness=9, groups=kd.GroupPolicy(invalid=invalid))
+    store.writer("one").put_group(group("g0", 2))
+    if trained:
+        store.writer("one").put_group(group("g1", 2))
+        made.next()
+    store.writer("two").put_group(group("g0", 2, policy_version=1))
+    store.writer("two").put_group(group("g2", 2))
+    if not trained:
+        store.writer("two").put_group(group("g1", 2))
+    else:
+        store.writer("two").put_group(group("g3", 2))
+    if invalid == "error":
+        text = (
+            "group 'g0' of trajectory 'g0/0' stands in segment 0 of writer 0 and, with other content, in segment 0 of"
+        )
+        with pytest.raises(InvalidGroup, match=f"{text} writer 1"):
+            made.next()
+        with pytest.raises(InvalidGroup, match=text):
+            made.next()  # what was read is lost to this sampler, so it does not go on
+    else:
+        made.next()
+        assert made.dropped() == {"conflict": 2}
+
+
+def test_repeats_of_dropped_groups_stay_dropped() -> None:
+    store = memory()
+    one, two = store.writer("one"), store.writer("two")
+    made = sampler(store, group_size=2, max_staleness=9, groups=kd.GroupPolicy(keep=lambda i: i[0].group != "bad"))
+    bad = group("bad", 2)
+    one.put_group(bad)
+    two.put_group(bad)
+    two.put(trajectory("more", "bad"))
+    for i in range(2):
+        one.put_group(group(f"g{i}", 2))
+    made.next()
+    store.writer("three").put_group(group("bad", 2, policy_version=1))
+    for i in range(2, 4):
+        one.put_group(group(f"g{i}", 2))
+    made.next()
+    assert made.dropped() == {"filtered": 1, "late": 5}
+
+
+def test_without_a_staleness_bound_trained_ids_are_remembered_for_good() -> None:
+    store = memory()
+    one, two = store.writer("one"), store.writer("two")
+    made = sampler(store, group_size=1, train_batch_size=2)
+    one.put_group(group("a", 4))
+    made.next(), made.next()
+    for t in group("a", 4):
+        two.put(t)
+    two.put_group(group("b", 2))
+    assert groups_of(made.next()) == ["b", "b"]
+    assert made.dropped() == {"duplicate": 4}
+
+
+def test_an_error_of_the_users_own_is_raised_again() -> None:
+    def keep(infos: Sequence[kd.TrajectoryInfo]) -> bool:
+        raise ZeroDivisionError(infos[0].group)
+
+    made = sampler(fill(memory(), 8), groups=kd.GroupPolicy(keep=keep))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="g0000"):
+            made.next()
+
+
+# -- what becomes of every group ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Story:
+    """Puts in some order, and the fate that each group must have."""
+
+    puts: list[tuple[int, bool, list[kd.Trajectory]]] = field(default_factory=list)
+    fates: dict[str, str] = field(default_factory=dict)
+    extras: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, kind: str, source: str, version: int, lone: bool) -> None:
+        members = group(name, 2, source, lengths=(3, 4), policy_version=version)
+        fate, puts = "fits", [(0, True, members)]
+        if kind == "lone":
+            puts = [(i, False, [t]) for i, t in enumerate(members)]
+        elif kind == "pending":
+            fate, puts = "left", [(2, False, members[:1])]
+        elif kind == "small":
+            fate, puts = "invalid", [(1, True, members[:1])]
+        elif kind == "unknown":
+            fate, puts = "invalid", [(1, True, group(name, 2, "web"))]
+        elif kind == "long":
+            fate, puts = "oversize", [(1, True, group(name, 2, source, lengths=(3, 40)))]
+        elif kind == "twice":
+            puts.append((1, True, members[::-1]))
+            self.extras["duplicate"] += 2
+        elif kind == "surplus":
+            more = group(name, 4, source, lengths=(3, 4, 5, 99), policy_version=version)
+            puts = [(1, True, more)]
+            self.extras["surplus"] += 2
+        elif kind == "other":
+            puts.append((1, True, group(name, 2, source, lengths=(3, 5), policy_version=version)))
+            self.extras["conflict"] += 2
+        if not lone and any(not whole for _, whole, _ in puts):
+            fate = "invalid"
+            self.extras["late"] += len(puts) - 1
+        if fate == "fits" and version < 2:
+            fate = "stale"
+        self.puts += puts
+        self.fates[name] = fate
+
+
+KINDS = ["whole", "lone", "pending", "small", "unknown", "long", "twice", "surplus", "other"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(KINDS), st.sampled_from(["math", "code"]), st.sampled_from([0, 2, 2, 2])), max_size=16
+    ),
+    st.integers(1, 3),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_every_group_is_trained_dropped_under_a_name_or_left_over(
+    kinds: list[tuple[str, str, int]], epochs: int, bounded: bool, rng: random.Random
+) -> None:
+    story, store = Story(), memory()
+    for g, (kind, source, version) in enumerate(kinds):
+        story.add(f"g{g}", kind, source, version if bounded else 2, bounded)
+    rng.shuffle(story.puts)
+    hands = [store.writer(f"w{i}") for i in range(3)]
+    for writer, whole, members in story.puts:
+        _ = hands[writer].put_group(members) if whole else hands[writer].put(members[0])
+    store.seal()
+    # version 0 is too old from the third train batch on, version 2 hardly later
+    made = sampler(
+        store,
+        train_batch_size=2,
+        mini_batch_size=1,
+        group_size=2,
+        quotas={"source": {"math": 1, "code": (0, 1)} if bounded else {"math": (0, 2), "code": (0, 2)}},
+        max_staleness=kd.Staleness(2 * epochs, "optimizer_step") if bounded else None,
+        groups=POLICY,
+        epochs=epochs,
+    )
+    steps, _ = rest_of(made)
+    trained = Counter(ids[0].split("/")[0] for *_, groups in steps for ids in groups)
+    assert set(trained.values()) <= {epochs}, "each as often as there are passes, nothing twice in one"
+    dropped = made.dropped()
+    ended = {reason: n for reason, n in dropped.items() if reason not in EXTRAS}
+    assert len(trained) + sum(ended.values()) + made.left_over() == len(kinds)
+    fates = Counter(story.fates.values())
+    for reason in ("invalid", "oversize"):
+        assert dropped.get(reason, 0) == fates[reason]
+    assert set(trained) <= {n for n, fate in story.fates.items() if fate in ("fits", "stale")}
+    assert {reason: n for reason, n in dropped.items() if reason in EXTRAS} == {
+        r: n for r, n in story.extras.items() if n
+    }
+    for k in range(len(steps)):
+        batch = [ids for s in steps if s[1] == k and s[2] == 0 for ids in s[-1]]
+        if bounded and len(batch) == 2:
+            sources = sorted(kinds[int(ids[0].split("/")[0][1:])][1] for ids in batch)
+            assert sources == ["code", "math"]
+    assert [s[0] for s in steps] == sorted({s[0] for s in steps})
+    assert all(s[0] == s[1] * 2 * epochs + s[2] * 2 + s[3] for s in steps)
+
+
+def test_staleness_drops_exactly_what_is_too_old_when_its_turn_comes() -> None:
+    store = memory()
+    writer = store.writer("w")
+    for g, version in enumerate([0, 0, 0, 0, 1, 2, 3, 4]):
+        writer.put_group(group(f"g{g}", 2, policy_version=version))
+    store.seal()
+    made = sampler(store, train_batch_size=2, mini_batch_size=1, group_size=2, max_staleness=0)
+    steps, _ = rest_of(made)
+    # batch 0: a = 0 for all; batch 1 is at step 2: versions 0 and 1 are too old; batch 2 is at step 4
+    assert [s[-1][0][0] for s in steps] == ["g0/0", "g1/0", "g5/0", "g6/0", "g7/0"]
+    assert made.dropped() == {"stale": 3} and made.left_over() == 0
+
+
+def test_a_stream_that_ends_inside_a_train_batch() -> None:
+    store = fill(memory(), 8 + 5)
+    made = sampler(store, epochs=2)
+    steps, states = rest_of(made)
+    assert [s[0] for s in steps] == [*range(8), 8, 9, 12, 13]
+    assert [s[4] for s in steps] == [*[False] * 7, True, *[False] * 4]
+    first, second = ([ids[0] for s in steps[a:b] for ids in s[-1]] for a, b in ((8, 10), (10, 12)))
+    assert sorted(first) == sorted(second) and len(set(first)) == 4
+    assert made.left_over() == 1
+    over = sampler(store, epochs=2)
+    over.reset(states[-1])
+    assert rest_of(over) == ([], []) and over.left_over() == 1
+
+
+# -- reclaimed segments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_store_whose_first_segments_are_gone(started: bool) -> None:
+    store = fill(memory(), 16)  # eight segments of each writer
+    made, state = sampler(store), None
+    if started:
+        made.next()
+        state = made.get_state()
+    for writer, first in (("w0", 5), ("w1", 2)):
+        store.backend.delete([store.segment_key(writer, n) for n in range(first)])
+        store.backend.put(f"registers/floor.{writer[1]}", str(first).encode())
+    made = sampler(store)
+    made.reset(state)
+    steps, states = rest_of(made)
+    names = [ids[0].split("/")[0] for s in steps for ids in s[-1]]
+    there = [f"g{2 * n:04}" for n in range(5, 8)] + [f"g{2 * n + 1:04}" for n in range(2, 8)]
+    assert len(names) == 8 and set(names) < set(there) and made.left_over() == 1
+    (left,) = set(there) - set(names)
+    cursors = {writer: at for writer, at, _ in states[-1]["writers"]}
+    assert cursors == {w: int(left[1:]) // 2 if w == int(left[1:]) % 2 else 8 for w in range(2)}
+    resumed = sampler(store)
+    resumed.reset(states[0])
+    assert rest_of(resumed) == (steps[1:], states[1:])
