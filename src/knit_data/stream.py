@@ -115,9 +115,12 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             self._snapshot()
         deadline = backend.now() + timeout
         while not self._stopped:
+            known = len(self._tails), self._final
             found = self._look(0.0)
             if found or self.ended:
                 return found
+            if known != (len(self._tails), self._final):
+                continue  # there is more to look for than this look knew of
             left = deadline - backend.now()
             if left <= 0:
                 return []
