@@ -1,21 +1,31 @@
-"""What every back end has to keep, written once.
+"""What every back end and every torchdata node has to keep, written once.
 
 A test module inherits ``BackendContract`` and supplies the fixture ``opened``: a function that opens one more back end
 object on the same bytes each time it is called. Waits that must succeed have a time-out that only a hang can reach.
+
+Or it inherits ``NodeContract`` and supplies ``fresh``, a function that makes one more node over the same finite data,
+and ``calls``, which counts what nodes have asked of their store so far.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from typing import Any
 
 import pytest
+from torchdata.nodes import BaseNode, Loader, Prefetcher
 
 from knit_data.errors import InvalidArgument, KeyMissing, KnitError, ShortRead
 from knit_data.store.backend import Backend, Buffer, Read
 
 Opened = Callable[[], Backend]
+Fresh = Callable[[], BaseNode[Any]]
 HANG = 120.0  # seconds; reached only by a test that fails
 
 BAD_KEYS = [
@@ -425,3 +435,125 @@ class BackendContract:
         while not any(found) and backend.now() < deadline:
             found = backend.wait(keys, deadline - backend.now())
         return found
+
+
+class NodeContract:
+    """Inherit, and supply the fixtures ``fresh`` and ``calls``."""
+
+    restarts = True  # a reset without a state starts over; else it goes on
+
+    @pytest.fixture
+    def fresh(self) -> Fresh:
+        raise NotImplementedError("the test module supplies it")
+
+    @pytest.fixture
+    def calls(self) -> Callable[[], int]:
+        raise NotImplementedError("the test module supplies it")
+
+    def describe(self, item: Any) -> Any:
+        """An item as something that compares equal to itself read again."""
+        return item
+
+    def take(self, source: Any, most: int = 1000) -> list[Any]:
+        return [self.describe(item) for item in islice(source, most)]
+
+    def test_construction_asks_nothing_of_the_store(self, fresh: Fresh, calls: Callable[[], int]) -> None:
+        before = calls()
+        node = fresh()
+        assert calls() == before
+        next(node)
+        assert calls() > before
+
+    def test_the_end_is_reached_and_stays(self, fresh: Fresh) -> None:
+        node = fresh()
+        items = self.take(node)
+        assert 2 < len(items) < 1000
+        for _ in range(3):
+            with pytest.raises(StopIteration):
+                next(node)
+        assert self.take(fresh()) == items
+
+    def test_a_reset_from_which_nothing_was_read_changes_nothing(self, fresh: Fresh) -> None:
+        items = self.take(fresh())
+        node = fresh()
+        for _ in range(3):
+            node.reset()
+        assert self.take(node) == items
+        node = fresh()
+        state = node.state_dict()
+        assert self.take(node) == items
+        for _ in range(2):
+            node.reset(copy.deepcopy(state))
+        assert self.take(node) == items
+
+    def test_every_state_is_fresh_and_json(self, fresh: Fresh) -> None:
+        node = fresh()
+        states, texts = [node.state_dict()], []
+        for _ in node:
+            states.append(node.state_dict())
+            texts.append(json.dumps(states[-1]))
+        assert json.dumps(states[0]) not in texts
+        assert [json.dumps(state) for state in states[1:]] == texts, "a later item changed an earlier state"
+        assert node.state_dict() == states[-1]
+
+    def test_a_resume_at_every_position_gives_the_rest(self, fresh: Fresh) -> None:
+        items, node = self.take(fresh()), fresh()
+        states = [node.state_dict(), *(node.state_dict() for _ in node)]
+        for k, state in enumerate(states):
+            again = fresh()
+            again.reset(json.loads(json.dumps(state)))
+            assert json.dumps(again.state_dict()) == json.dumps(state)
+            assert self.take(again) == items[k:]
+            with pytest.raises(StopIteration):
+                next(again)
+
+    def test_a_resume_of_a_resume_gives_the_rest(self, fresh: Fresh) -> None:
+        items, got, state = self.take(fresh()), [], None
+        while len(got) < len(items):
+            node = fresh()
+            node.reset(state)
+            got += self.take(node, 2)
+            state = json.loads(json.dumps(node.state_dict()))
+        assert got == items
+
+    def test_a_used_node_is_reset_to_a_state(self, fresh: Fresh) -> None:
+        items, node = self.take(fresh()), fresh()
+        next(node)
+        state = node.state_dict()
+        self.take(node)
+        node.reset(state)
+        assert self.take(node) == items[1:]
+
+    def test_a_second_epoch_is_whole_or_goes_on(self, fresh: Fresh) -> None:
+        items, node = self.take(fresh()), fresh()
+        state = (next(node), node.state_dict())[1]
+        resumed = fresh()
+        resumed.reset(state)
+        assert self.take(resumed) == items[1:]
+        resumed.reset()
+        assert self.take(resumed) == (items if self.restarts else [])
+        node.reset()
+        assert self.take(node) == (items if self.restarts else items[1:])
+
+    @pytest.fixture
+    def collected_here(self) -> Iterator[None]:
+        """torchdata's prefetcher joins its thread when it is collected, which fails if that thread collects it."""
+        gc.disable()
+        yield
+        gc.collect()
+        gc.enable()
+
+    @pytest.mark.usefixtures("collected_here")
+    @pytest.mark.parametrize("ahead", [0, 1, 4])
+    def test_it_composes_with_loader_and_prefetcher(self, fresh: Fresh, ahead: int) -> None:
+        def loader() -> Loader[Any]:
+            return Loader(Prefetcher(fresh(), ahead) if ahead else fresh())
+
+        items = self.take(fresh())
+        assert self.take(loader()) == items
+        for k in range(len(items)):
+            first, rest = loader(), loader()
+            it = iter(first)
+            assert self.take(it, k) == items[:k]
+            rest.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            assert self.take(rest) == items[k:]

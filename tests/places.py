@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,20 @@ class Watched:
     def looks(self, key: str) -> int:
         """How many waits looked for this key."""
         return sum(name == "wait" and key in args[0] for name, args in self.calls)
+
+
+class Sleeper(Watched):
+    """Says when somebody begins to wait."""
+
+    def __init__(self, store: kd.TrajectoryStore) -> None:
+        super().__init__(store.backend)
+        self.asleep = threading.Event()
+        store.backend = self  # type: ignore[assignment]
+
+    def wait(self, keys: list[str], timeout: float) -> list[bool]:
+        if timeout > 0:
+            self.asleep.set()
+        return self.inner.wait(keys, timeout)
 
 
 def watched(store: kd.TrajectoryStore, *args: Any) -> Watched:

@@ -115,11 +115,12 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             self._snapshot()
         deadline = backend.now() + timeout
         while not self._stopped:
-            known = -1
-            while known != self._known():  # a new writer may have segments, a seal may end it all
-                known = self._known()
-                if (found := self._look(0.0)) or self.ended:
-                    return found
+            known = len(self._tails), self._final
+            found = self._look(0.0)
+            if found or self.ended:
+                return found
+            if known != (len(self._tails), self._final):
+                continue  # there is more to look for than this look knew of
             left = deadline - backend.now()
             if left <= 0:
                 return []
@@ -159,9 +160,6 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             tail.end = self._final[writer] if writer < len(self._final) else 0
         self._tails.append(tail)
         return tail
-
-    def _known(self) -> int:
-        return len(self._tails) * 2 + (self._final is not None)
 
     def _look(self, timeout: float) -> list[InfoTable]:
         """One wait over everything that may appear, and the heads of what did."""

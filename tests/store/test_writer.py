@@ -15,7 +15,7 @@ import pytest
 import torch
 from contracts import HANG, running
 from makers import group, trajectory
-from places import Place, moments, reclaim, rows, timeless, watched
+from places import Place, Sleeper, moments, reclaim, rows, timeless, watched
 
 import knit_data as kd
 from knit_data.errors import (
@@ -419,22 +419,7 @@ def test_a_blocked_put_wakes(place: Place, what: str) -> None:
     store = place.open(max_bytes=one_segment() + 10)
     writer = store.writer("w")
     writer.put(trajectory("t0"))
-    blocked = threading.Event()
-    inner = watched(store)
-    waits = inner.inner.wait
-
-    class Waiting:
-        """Says when a put has begun to wait."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(inner, name)
-
-        def wait(self, keys: list[str], timeout: float) -> list[bool]:
-            if timeout > 0:
-                blocked.set()
-            return waits(keys, timeout)
-
-    store.backend = Waiting()  # type: ignore[assignment]
+    sleeper = Sleeper(store)
 
     def put() -> None:
         if what == "room":
@@ -444,7 +429,7 @@ def test_a_blocked_put_wakes(place: Place, what: str) -> None:
             writer.put(trajectory("t1"), timeout=HANG * 5)
 
     with running(put):
-        assert blocked.wait(HANG)
+        assert sleeper.asleep.wait(HANG)
         other = place.open()
         if what == "room":
             reclaim(other, "w", 0, 1)
