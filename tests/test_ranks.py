@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path, two, three):
     assert states == [step["state"] for step in whole]  # of no rank count
 
 
-def rewound(rank: int, world: int, url: str) -> Any:
+def rewound(_rank: int, _world: int, url: str) -> Any:
     with loader(kd.TrajectoryStore(url)) as run:
         states = [run.state_dict()]
         first = []
@@ -130,7 +130,7 @@ def test_all_ranks_rewind_a_running_loader(tmp_path, two):
         assert again[:3] == first[1:] and len(again) == 7
 
 
-def too_early(rank: int, world: int, url: str) -> Any:
+def too_early(rank: int, _world: int, url: str) -> Any:
     store = kd.TrajectoryStore(url)
     with loader(store) as run:
         mini = next(run)
@@ -145,7 +145,7 @@ def test_a_mini_batch_handed_out_before_the_end_is_empty_on_all_ranks(tmp_path, 
     assert three.run(too_early, str(tmp_path)) == [None, None, None]
 
 
-def only_one_looks_ahead(rank: int, world: int, url: str) -> Any:
+def only_one_looks_ahead(rank: int, _world: int, url: str) -> Any:
     """Rank 1 touches the second mini-batch while rank 0 is in a collective with the first."""
     with loader(kd.TrajectoryStore(url)) as run:
         first, second = next(run), next(run)
@@ -160,7 +160,7 @@ def test_one_rank_that_looks_ahead_is_served_while_rank_0_waits_for_it(tmp_path,
     assert two.run(only_one_looks_ahead, str(tmp_path)) == [(None, [0, 1]), (1, [0, 1])]
 
 
-def padding_of(rank: int, world: int, url: str) -> Any:
+def padding_of(_rank: int, _world: int, url: str) -> Any:
     changes = {"train_batch_size": 1, "mini_batch_size": 1, "group_size": 1}
     with loader(kd.TrajectoryStore(url), **changes) as run:
         return [
@@ -201,7 +201,7 @@ def test_ranks_outside_the_data_parallel_dimensions_are_replicas(tmp_path, two, 
         assert merged(ranks) == want
 
 
-def bad_meshes(rank: int, world: int, url: str) -> Any:
+def bad_meshes(_rank: int, world: int, url: str) -> Any:
     store = kd.TrajectoryStore(url)
     good = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     cases = [
@@ -230,7 +230,7 @@ def test_meshes_that_do_not_fit_are_refused_on_all_ranks(tmp_path, three):
 # -- errors reach everyone ---------------------------------------------------------------------------------------------
 
 
-def failing(rank: int, world: int, url: str, changes: dict[str, Any], prefetch: int) -> Any:
+def failing(_rank: int, _world: int, url: str, changes: dict[str, Any], prefetch: int) -> Any:
     with loader(kd.TrajectoryStore(url), options={"prefetch": prefetch}, **changes) as run:
         return [told(lambda: [list(mini) for mini in run]) for _ in range(2)]
 
@@ -244,7 +244,7 @@ def test_an_admission_error_is_raised_on_every_rank_with_the_same_message(tmp_pa
     assert all(error == ranks[0][0] for rank in ranks for error in rank)
 
 
-def foreign_state(rank: int, world: int, url: str) -> Any:
+def foreign_state(rank: int, _world: int, url: str) -> Any:
     """Rank 0 cannot start: a segment of the open train batch is gone."""
     store = kd.TrajectoryStore(url)
     with loader(store, epochs=2) as run:
@@ -265,7 +265,7 @@ def test_a_start_that_fails_on_rank_0_is_raised_everywhere(tmp_path, two):
     assert first[0] == "KeyMissing" and first == second
 
 
-def reading_until_told(rank: int, world: int, url: str) -> Any:
+def reading_until_told(_rank: int, _world: int, url: str) -> Any:
     with loader(kd.TrajectoryStore(url)) as run:
         mini = next(run)
         error = told(lambda: list(mini))
@@ -290,7 +290,7 @@ def test_a_corrupt_read_on_one_rank_reaches_the_others(tmp_path, two, row):
         assert error[0] == "CorruptData" and f"trajectory 'bad/{row}'" in error[1]
 
 
-def disagreeing(rank: int, world: int, url: str, mine: dict[str, Any], theirs: dict[str, Any]) -> Any:
+def disagreeing(rank: int, _world: int, url: str, mine: dict[str, Any], theirs: dict[str, Any]) -> Any:
     options = mine if rank == 0 else theirs
     run: list[kd.TrajectoryLoader] = []
     error = told(lambda: run.append(loader(kd.TrajectoryStore(url), options=options)))
@@ -314,7 +314,7 @@ def test_ranks_with_other_arguments_are_told_what_differs(tmp_path, two, theirs,
         assert error[0] == "RankError" and text in error[1] and "rank 1 and global rank 0" in error[1]
 
 
-def other_state(rank: int, world: int, url: str, who: int) -> Any:
+def other_state(rank: int, _world: int, url: str, who: int) -> Any:
     store = kd.TrajectoryStore(url)
     with loader(store) as run:
         read_through(next(run))
@@ -335,7 +335,7 @@ def test_ranks_with_other_states_are_told(tmp_path, two, who):
 # -- closing, and dying ------------------------------------------------------------------------------------------------
 
 
-def closing(rank: int, world: int, url: str, first: int, prefetch: int) -> Any:
+def closing(rank: int, _world: int, url: str, first: int, prefetch: int) -> Any:
     exchange._GOODBYE = 0.2  # what rank 0 waits for one that is busy; 5 s would only make this slower
     run = loader(kd.TrajectoryStore(url), 40, options={"prefetch": prefetch})
     mini = next(run)
@@ -366,7 +366,7 @@ def test_close_in_any_order_also_while_a_peer_still_reads(tmp_path, two, first, 
         assert error is None  # rank 0 needs nobody
 
 
-def dying(rank: int, world: int, url: str, who: int) -> Any:
+def dying(rank: int, _world: int, url: str, who: int) -> Any:
     exchange._GOODBYE = 0.2
     run = loader(kd.TrajectoryStore(url))
     next(run).index  # noqa: B018  # the touch is the test

@@ -21,7 +21,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -212,38 +212,38 @@ class Exchange:
     # -- the store --------------------------------------------------------------------------------------------------
 
     def _connect(self, config: Mapping[str, Any]) -> None:
-        """Rank 0 opens a store on a free port and tells its address in one small broadcast."""
+        """Rank 0 opens a store on a free port and tells its address; nobody goes on before all are connected."""
         text = json.dumps(config, sort_keys=True, default=str)
-        forever = datetime.timedelta(seconds=300)
+        patience = datetime.timedelta(seconds=300)
+        problem = ""
         if self.rank == 0:
             host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-            self._server = TCPStore("0.0.0.0", 0, None, True, forever, wait_for_workers=False)
+            self._server = TCPStore("0.0.0.0", 0, None, True, patience, wait_for_workers=False)
             self._server.set("config", text)
-            card = {"host": host, "name": socket.gethostname(), "port": self._server.port, "config": _hash(text)}
-            _broadcast(json.dumps(card))
+            self._caller = self._server.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+            _broadcast(json.dumps({"host": host, "name": socket.gethostname(), "port": self._server.port}), 0)
         else:
-            card = json.loads(_broadcast(None))
-            near = card["name"] == socket.gethostname()
+            card = json.loads(_broadcast("", 0))
+            host = "127.0.0.1" if card["name"] == socket.gethostname() else card["host"]
             try:
-                self._server = TCPStore(
-                    "127.0.0.1" if near else card["host"], card["port"], None, False, forever, wait_for_workers=False
-                )
+                self._server = TCPStore(host, card["port"], None, False, patience, wait_for_workers=False)
+                self._caller = self._server.clone()  # type: ignore[attr-defined]
+                problem = self._difference(json.loads(text), json.loads(self._get("config")))
             except Exception as e:
-                raise RankError(
-                    f"rank {self.rank} cannot reach global rank 0 at {card['host']}:{card['port']} ({e}); is the port "
-                    "open between these hosts?"
-                ) from e
-        self._caller = self._server.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        if self.rank and card["config"] != _hash(text):
-            theirs, mine = json.loads(self._get("config")), json.loads(text)
-            differ = [f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in theirs if theirs[k] != mine.get(k)]
-            error = RankError(
-                f"rank {self.rank} and global rank 0 built different loaders ({'; '.join(differ)}); pass the same "
-                "arguments on every rank."
-            )
-            self.report(error)
-            self.close()
-            raise error
+                problem = (
+                    f"rank {self.rank} cannot reach global rank 0 at {host}:{card['port']} ({e}); is the port open "
+                    "between these hosts?"
+                )
+        if (failed := _largest(self.rank if problem else -1)) >= 0:
+            self._server = self._caller = None
+            raise RankError(_broadcast(problem, failed))
+
+    def _difference(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+        differ = [f"{k}: {mine.get(k)!r} here, {v!r} there" for k, v in theirs.items() if v != mine.get(k)]
+        text = (
+            f"rank {self.rank} and global rank 0 built different loaders ({'; '.join(differ)}); pass the same arguments"
+        )
+        return f"{text} on every rank." if differ else ""
 
     def _store(self, client: TCPStore | None = None) -> TCPStore:
         store = client or self._server
@@ -324,19 +324,28 @@ def _data_parallel(mesh: DeviceMesh | None, dp: Sequence[str] | str | None, rank
     return index, size
 
 
-def _broadcast(text: str | None) -> str:
-    """A short text from rank 0 to all, as a tensor: nothing is unpickled."""
+def _broadcast(text: str, source: int) -> str:
+    """A short text from one rank to all, as a tensor: nothing is unpickled."""
     data = torch.zeros(4096, dtype=torch.uint8)
-    if text is not None:
-        raw = text.encode()
-        data[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    raw = bytearray(text.encode()[: len(data)])
+    if raw and dist.get_rank() == source:
+        data[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
+    found = _on_any_backend(data, lambda x: dist.broadcast(x, source))
+    return bytes(found.tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+def _largest(number: int) -> int:
+    """Over all ranks."""
+    return int(_on_any_backend(torch.tensor([number]), lambda x: dist.all_reduce(x, dist.ReduceOp.MAX)))
+
+
+def _on_any_backend(data: torch.Tensor, collective: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     try:
-        dist.broadcast(data, 0)
+        collective(data)
     except RuntimeError:  # a job without a CPU backend, such as plain nccl
-        device = data.to(torch.device("cuda", torch.cuda.current_device()))
-        dist.broadcast(device, 0)
-        data = device.cpu()
-    return bytes(data.tolist()).rstrip(b"\0").decode()
+        data = data.to(torch.device("cuda", torch.cuda.current_device()))
+        collective(data)
+    return data.cpu()
 
 
 def _digest(state: Mapping[str, Any]) -> bytes:
