@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from places import Place, place_of
 
 # Tests contain no clocks: a slow machine must not fail a property.
 settings.register_profile("knit", deadline=None, print_blob=True)
@@ -37,3 +39,11 @@ def _no_thread_left() -> Iterator[None]:
                 left.append(thread.name)
     if left:
         pytest.fail(f"the test left threads alive: {sorted(left)}; close what it opened")
+
+
+@pytest.fixture(params=["memory", "local"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Where a test's stores are: once in memory, once in a folder."""
+    found = place_of(request.param, tmp_path)
+    yield found
+    found.close()

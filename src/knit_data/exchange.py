@@ -7,7 +7,7 @@ over all ranks. No collective, no pickle, no long wait inside the store's client
     m/<g>/<i>/<r>   message of mini-batch i for data-parallel rank r        read/<g>/<rank>  last i that rank has
     late/<g>/<i>    rank 0 still waits for data: hand i out unseen           want/<g>         smallest i a rank asks for
     start/<g>       digest of the state that rank 0 starts from             bye/<rank>       rank has closed
-    error           what failed on a rank other than 0
+    error/<g>       what failed on a rank other than 0, or on rank 0 before its first message
 
 g counts the restarts by ``load_state_dict``.
 """
@@ -51,7 +51,7 @@ class Exchange:
         self._pause, self._next_look = _FASTEST, 0.0
         self._server: TCPStore | None = None
         self._caller: TCPStore | None = None  # the calling thread's client; the loader's thread has _server
-        self._closed = False
+        self._closed = self._lost = False
         if self.world > 1:
             self._connect(config)
 
@@ -142,12 +142,21 @@ class Exchange:
         """Let the other ranks know that this one failed, unless they know it already."""
         if self.world > 1 and not getattr(error, "_told", False):
             with contextlib.suppress(KnitError):
-                self._set("error", _describe(error, f"rank {self.rank}: "))
+                self._set(f"error/{self.generation}", _describe(error, f"rank {self.rank}: "))
 
     def check_peers(self) -> None:
-        """Raise what another rank reported."""
-        if self.world > 1 and self._check("error"):
-            raise revived(self._get("error"))
+        """Raise what another rank reported.
+
+        That rank 0 is gone is no error here: it may have closed in peace while this rank still reads what it was
+        given. The next admission will tell.
+        """
+        if self.world == 1 or self._lost:
+            return
+        key, told = f"error/{self.generation}", False
+        with contextlib.suppress(RankError):
+            told = self._check(key)
+        if told:
+            raise revived(self._get(key))
 
     def close(self) -> None:
         """Say goodbye; rank 0 keeps its store for those that have not read their last message, 5 s at most."""
@@ -248,6 +257,7 @@ class Exchange:
         except (dist.DistError, OSError, RuntimeError) as e:
             if isinstance(e, KnitError):
                 raise
+            self._lost = True
             raise RankError(
                 f"rank {self.rank} lost global rank 0, which admits for all ({type(e).__name__}): it died, or closed "
                 "its loader first. Look at its log; restart from the last checkpoint."

@@ -237,6 +237,8 @@ class InfoTable(Table):
     def fingerprints(self) -> list[int]:
         """64 bits per row over everything but its address: equal for two puts of equal content."""
         names = ("policy_version", "mean_policy_version", "n_tokens", "loss_tokens", "patches", "mask_bytes")
+        if not len(self):
+            return []
         values = sorted(f"value.{name}" for name, _ in self.schema.scalars)
         cells = [self.columns[name] for name in (*names, *values, "checksums")]
         head = [np.ascontiguousarray(c).reshape(len(self), -1).view(np.uint8) for c in cells]
@@ -256,10 +258,14 @@ class InfoTable(Table):
         return out
 
     def to_bytes(self, note: str = "") -> bytes:
-        """For another rank: plain arrays in safetensors framing, nothing that could run. ``note`` travels along."""
+        """For another rank: plain arrays in safetensors framing, nothing that could run, and their XXH3-64.
+
+        ``note`` travels along.
+        """
         arrays = self.arrays("info.") | self.media.arrays("media.")
         packed = {k: np.ascontiguousarray(v) for k, v in arrays.items()}
-        return safetensors.numpy.save(packed, {"schema": json.dumps(self.schema.to_json()), "note": note})
+        body = safetensors.numpy.save(packed, {"schema": json.dumps(self.schema.to_json()), "note": note})
+        return body + xxhash.xxh3_64_digest(body)
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array], schema: Schema) -> InfoTable:
@@ -268,12 +274,18 @@ class InfoTable(Table):
     @classmethod
     def from_bytes(cls, data: bytes) -> tuple[InfoTable, str]:
         """The table and its note."""
-        size = int.from_bytes(data[:8], "little")
+        body, mark = data[:-8], data[-8:]
+        if (found := xxhash.xxh3_64_digest(body)) != mark:
+            raise CorruptData(
+                f"a table of {len(data)} bytes hashes to {found.hex()}, its end says {mark.hex()}; it was cut or "
+                "damaged on its way."
+            )
+        size = int.from_bytes(body[:8], "little")
         try:
-            meta = json.loads(data[8 : 8 + size])["__metadata__"]
+            meta = json.loads(body[8 : 8 + size])["__metadata__"]
             schema = Schema.from_json(json.loads(meta["schema"]))
-            return cls.from_arrays(safetensors.numpy.load(data), schema), meta["note"]
-        except (ValueError, KeyError) as e:
+            return cls.from_arrays(safetensors.numpy.load(body), schema), meta["note"]
+        except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as e:
             raise CorruptData(f"a table of {len(data)} bytes is not in this format: {e!r}.") from e
 
 

@@ -27,6 +27,7 @@ _SUMMED = (
     *("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s", "wait_s"),
 )
 _names = itertools.count()
+_CLOSED = "the loader is closed; build a new one, with load_state_dict to go on."
 
 
 class TrajectoryLoader:
@@ -63,6 +64,8 @@ class TrajectoryLoader:
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise InvalidArgument(f"prefetch must be an int >= 0, found {prefetch!r}.")
         self.sampler, self.layout, self.prefetch, self.reuse_buffers = sampler, layout, prefetch, reuse_buffers
+        if padding is not None and not isinstance(padding, Padding):
+            raise InvalidArgument(f"padding must be a kd.Padding, found {padding!r}.")
         self.padding = padding or Padding()
         self.max_tokens = max_tokens_per_micro_batch
         sampler.limit_tokens(longest_that_fits(self.max_tokens, self.padding, layout))
@@ -76,6 +79,7 @@ class TrajectoryLoader:
         self._closed = False
         self._ended: End | None = None
         self._exhausted = False
+        self._era = 0  # one more after every load_state_dict: mini-batches handed out before it are over
         self._rewind()
         self._totals = dict.fromkeys([*_SUMMED, *(f"dropped/{r}" for r in REASONS)], 0.0)
         self._totals |= dict.fromkeys(["mini_batches", "groups", "trajectories", "loss_tokens", "left_over"], 0.0)
@@ -100,12 +104,14 @@ class TrajectoryLoader:
     def __next__(self) -> MiniBatch:
         if self._exhausted:
             raise StopIteration
+        if self._closed:
+            raise UsageError(_CLOSED)
         # an earlier mini-batch that was not read through may hold back this one: do not wait for it
         ahead = self._last is not None and not self._last.done
         if not ahead and not self.running().there(self._next):
             self._end()
             raise StopIteration
-        mini = self._last = MiniBatch(self, self._next)
+        mini = self._last = MiniBatch(self, self._next, self._era)
         self._next += 1
         return mini
 
@@ -128,6 +134,7 @@ class TrajectoryLoader:
             self._exchange.restart()
         self._ledger, self._state = ledger, dict(state)
         self._exhausted, self._ended = False, None
+        self._era += 1
         self._rewind()
 
     # -- numbers ----------------------------------------------------------------------------------------------------
@@ -145,8 +152,10 @@ class TrajectoryLoader:
             return
         self._closed = True
         if self._exchange.rank == 0 and self._running is not None and self._ended is None:
+            unused = [s.numbers for i, s in self._running.shares().items() if i not in self._finished_minis]
             self._halt()
-            self._account(End(self.sampler.left_over(), self.sampler.dropped(), unseen=False))
+            ahead = sum(n.n_groups for n in unused if n.epoch == 0)
+            self._account(End(self.sampler.left_over() + ahead, self.sampler.dropped(), unseen=False))
         self._halt()
         self._exchange.close()
 
@@ -162,12 +171,9 @@ class TrajectoryLoader:
         """Starts what works in the background; not before it is needed, so that a state can be loaded first."""
         if self._running is None:
             if self._closed:
-                raise UsageError("the loader is closed; build a new one, with load_state_dict to go on.")
+                raise UsageError(_CLOSED)
             if self._exchange.rank == 0:
-                self.sampler.reset(self._state)
-                self._ledger = self.sampler.new_ledger()
-                self._ledger.load(self.sampler.get_state())
-                self._exchange.begin(self._ledger.state())
+                self._begin()
                 admit: Any = Lead(self.sampler, self._exchange, self.max_tokens, self.layout, self.padding)
             else:
                 admit = Follow(self._exchange, self._ledger.state())
@@ -178,6 +184,16 @@ class TrajectoryLoader:
             self._reaper = weakref.finalize(self, self._running.close)
         return self._running
 
+    def _begin(self) -> None:
+        try:
+            self.sampler.reset(self._state)
+            self._ledger = self.sampler.new_ledger()
+            self._ledger.load(self.sampler.get_state())
+            self._exchange.begin(self._ledger.state())
+        except BaseException as e:
+            self._exchange.report(e)  # the other ranks wait for the beginning
+            raise
+
     def _halt(self) -> None:
         if self._running is not None:
             self.sampler.stream.stop()
@@ -186,7 +202,7 @@ class TrajectoryLoader:
             self._running = None
 
     def touch(self, mini: MiniBatch) -> None:
-        self._must_be_fresh(mini)
+        self.must_be_current(mini)
         before = self._touched
         if before is not None and before.number < mini.number:
             self.check_order(mini)
@@ -205,29 +221,31 @@ class TrajectoryLoader:
     def check_order(self, mini: MiniBatch) -> None:
         before = self._touched
         if before is not None and before is not mini and before.half_read:
+            self.running().raise_failure()  # if it is that which interrupted it
             raise UsageError(
                 f"mini-batch {before.index} is half read: {before.taken} of its micro-batches were taken. Iterate it "
                 "to its end, or call mini.abandon() to give the rest up, before the next one."
             )
 
-    def _must_be_fresh(self, mini: MiniBatch) -> None:
-        if mini.number < self._settled or self._closed:
-            raise UsageError("this mini-batch is over: a later one was touched, or the loader was closed.")
-
     def must_be_current(self, mini: MiniBatch) -> None:
+        if mini.era != self._era:
+            raise UsageError("this mini-batch is over: load_state_dict was called since; take a new one from the loader.")
         if mini.number < self._settled:
-            raise UsageError("this mini-batch is over: a later one was touched. Make extra passes before that.")
+            raise UsageError(
+                "this mini-batch is over: a later one was touched, or state_dict() counted it as consumed. Make extra "
+                "passes before that."
+            )
 
-    def is_finished(self, i: int) -> bool:
-        return i < self._settled or i in self._finished_minis
+    def is_finished(self, mini: MiniBatch) -> bool:
+        return mini.era != self._era or mini.number < self._settled or mini.number in self._finished_minis
 
     def finished(self, mini: MiniBatch) -> None:
         """The mini-batch was iterated to its end, or given up."""
-        if mini.live is None or self.is_finished(mini.number):
+        if mini.live is None or self.is_finished(mini):
             return
         self._finished_minis[mini.number] = mini
-        if mini.taken < 0:
-            self.running().drop(mini.number)
+        if mini.taken < 0 and self._running is not None:
+            self._running.drop(mini.number)
         share, stats = mini.live.share, mini.stats
         for key in self._totals:
             self._totals[key] += stats.get(key, 0.0)
@@ -243,7 +261,8 @@ class TrajectoryLoader:
             assert mini.live is not None
             self._ledger.apply(mini.live.share.entry)
             self._settled += 1
-            self.running().forget(mini.number)
+            if self._running is not None:
+                self._running.forget(mini.number)
 
     def _end(self, end: End | None = None) -> None:
         self._exhausted = True
@@ -277,7 +296,10 @@ class TrajectoryLoader:
 
 def _resolved(device: str | torch.device) -> torch.device:
     """With its index: the loader's thread would start on device 0."""
-    resolved = torch.device(device)
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise InvalidArgument(f"device={device!r} is no device: {str(e).splitlines()[0]}") from e
     if resolved.type == "cuda":
         if not torch.cuda.is_available():
             raise InvalidArgument(f"device={str(device)!r}, but this machine has no CUDA device; pass device='cpu'.")

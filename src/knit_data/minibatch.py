@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from knit_data.batch import MicroBatch
@@ -36,7 +36,7 @@ class Owner(Protocol):
     def touch(self, mini: MiniBatch) -> None: ...
     def check_order(self, mini: MiniBatch) -> None: ...
     def must_be_current(self, mini: MiniBatch) -> None: ...
-    def is_finished(self, number: int) -> bool: ...
+    def is_finished(self, mini: MiniBatch) -> bool: ...
     def finished(self, mini: MiniBatch) -> None: ...
 
 
@@ -48,8 +48,8 @@ class MiniBatch:
     data, it is empty: no micro-batches, ``n_trajectories == 0``.
     """
 
-    def __init__(self, owner: Owner, number: int) -> None:
-        self._owner, self.number = owner, number
+    def __init__(self, owner: Owner, number: int, era: int) -> None:
+        self._owner, self.number, self.era = owner, number, era
         self.live: Live | None = None
         self.ended = False
         self.taken = 0
@@ -112,29 +112,14 @@ class MiniBatch:
                 f"mini-batch {self.index} was iterated before; its training pass is there once. Extra passes: "
                 "mini.micro_batches(fields=...), before or after."
             )
-        live = self._touch(start=True)
+        self._touch(start=True)
         self._started = True
-        return self._training(live) if live is not None else iter(())
-
-    def _training(self, live: Live) -> Iterator[MicroBatch]:
-        for j in range(live.share.count):
-            if self.taken != j:
-                return  # abandoned meanwhile
-            began = time.perf_counter()
-            micro = self._owner.running().micro(self.number, j)
-            self.waits["read_wait_s"] += time.perf_counter() - began
-            self.taken = j + 1
-            yield micro
-            del micro
-        self._owner.finished(self)
+        return _Pass(self._take)
 
     def micro_batches(self, fields: Iterable[str] | None = None) -> Iterator[MicroBatch]:
         """An extra pass (reference, critic): the same micro-batches in the same order; consumes nothing."""
         chosen = None if fields is None else frozenset([fields] if isinstance(fields, str) else fields)
-        live = self._touch()
-        for j in range(live.share.count if live is not None else 0):
-            self._owner.must_be_current(self)
-            yield self._owner.running().extra(self.number, j, chosen)
+        return _Pass(lambda j: self._again(j, chosen))
 
     def abandon(self) -> None:
         """Give the rest of this mini-batch up; it counts as consumed."""
@@ -147,7 +132,7 @@ class MiniBatch:
 
     @property
     def done(self) -> bool:
-        return self.ended or self._owner.is_finished(self.number)
+        return self.ended or self._owner.is_finished(self)
 
     @property
     def half_read(self) -> bool:
@@ -160,9 +145,45 @@ class MiniBatch:
             self._owner.check_order(self)
         return self.live
 
+    def _take(self, j: int) -> MicroBatch | None:
+        live = self.live
+        if live is None or self.taken != j:  # the stream ended, or it was abandoned
+            return None
+        if j == live.share.count:
+            self._owner.finished(self)
+            return None
+        self._owner.must_be_current(self)
+        began = time.perf_counter()
+        micro = self._owner.running().micro(self.number, j)
+        self.waits["read_wait_s"] += time.perf_counter() - began
+        self.taken = j + 1
+        return micro
+
+    def _again(self, j: int, fields: frozenset[str] | None) -> MicroBatch | None:
+        live = self._touch()
+        if live is None or j == live.share.count:
+            return None
+        self._owner.must_be_current(self)
+        return self._owner.running().extra(self.number, j, fields)
+
     def _numbers(self) -> Numbers:
         live = self._touch()
         return _NOTHING if live is None else live.share.numbers
+
+
+class _Pass(Iterator[MicroBatch]):
+    """Micro-batches in order. Not a generator: that would end at its first error, and a caller who goes on would miss
+    the rest without a word."""
+
+    def __init__(self, take: Callable[[int], MicroBatch | None]) -> None:
+        self._take, self._at = take, 0
+
+    def __next__(self) -> MicroBatch:
+        micro = self._take(self._at)
+        if micro is None:
+            raise StopIteration
+        self._at += 1
+        return micro
 
 
 def _costs(live: Live, waits: Mapping[str, float]) -> dict[str, float]:

@@ -18,12 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import torch
 
 from knit_data.batch import MicroBatch
 from knit_data.collate import Collator
-from knit_data.errors import UsageError
+from knit_data.errors import InvalidArgument, UsageError
 from knit_data.exchange import Exchange
 from knit_data.share import End, Share
 
@@ -53,6 +54,7 @@ class _Need:
     extra: bool = False
     fields: frozenset[str] | None = None
     result: MicroBatch | None = None
+    error: InvalidArgument | None = None  # of an extra pass alone: fields that are not there
 
 
 class Prefetcher:
@@ -69,9 +71,11 @@ class Prefetcher:
         self._end: End | None = None
         self._need: _Need | None = None
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None
         self._stop = False
         self._thread: threading.Thread | None = None
         if depth:
+            torch.get_num_threads()  # the caller's own number is fixed from now on
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
@@ -121,6 +125,16 @@ class Prefetcher:
         with self._turn:
             self._minis.pop(i, None)
 
+    def shares(self) -> dict[int, Share]:
+        """Of the mini-batches that are admitted and not forgotten."""
+        with self._turn:
+            return {i: live.share for i, live in self._minis.items()}
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong, the same error every time."""
+        if self._error is not None:
+            raise self._error.with_traceback(self._trace)  # a bare raise would lengthen its traceback every time
+
     def close(self) -> None:
         """Stops the thread; idempotent, from any thread."""
         with self._turn:
@@ -150,11 +164,13 @@ class Prefetcher:
             self._need = need
             self._turn.notify_all()
         try:
-            self._until(lambda: need.result is not None or self._buffered(need))
+            self._until(lambda: need.result is not None or need.error is not None or self._buffered(need))
         finally:
             with self._turn:
                 self._need = None
         with self._turn:
+            if need.error is not None:
+                raise need.error
             if need.result is None:  # the thread had it under way as read-ahead
                 return self._minis[need.mini].ready.popleft()
             return need.result
@@ -168,8 +184,7 @@ class Prefetcher:
             with self._turn:
                 if true():
                     return
-                if self._error is not None:
-                    raise self._error
+                self.raise_failure()
                 if self._stop:
                     raise UsageError("the loader is closed; build a new one, with load_state_dict to go on.")
                 if self._thread is not None:
@@ -180,7 +195,7 @@ class Prefetcher:
     # -- thread -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # else intra-op threads of copies fight the trainer's
+        _work_in_one_thread()
         while not self._stop and self._error is None:
             self._step()
 
@@ -199,12 +214,12 @@ class Prefetcher:
         except BaseException as e:
             self._exchange.report(e)
             with self._turn:
-                self._error = e
+                self._error, self._trace = e, e.__traceback__
                 self._turn.notify_all()
 
     def _choose(self, wanted: int) -> _Need | int | None:
         need = self._need
-        if need is not None and need.result is None and not self._buffered(need):
+        if need is not None and need.result is None and need.error is None and not self._buffered(need):
             if not need.extra:
                 self._minis[need.mini].read = need.micro + 1
             return need
@@ -227,14 +242,21 @@ class Prefetcher:
             return
         timing = self._collate.timing
         before = (timing.read_s, timing.verify_s, timing.bytes_read, timing.masked)
-        micro = self._collate(live.share, need.micro, need.fields)
+        try:
+            micro = self._collate(live.share, need.micro, need.fields)
+        except InvalidArgument as e:
+            if not need.extra:
+                raise
+            with self._turn:
+                need.error = e
+            return
         after = (timing.read_s, timing.verify_s, timing.bytes_read, timing.masked)
         with self._turn:
             for name, a, b in zip(("read_s", "verify_s", "bytes_read", "masked"), before, after, strict=True):
                 live.cost[name] = live.cost.get(name, 0.0) + (b - a)
             if need is self._need:
                 need.result = micro
-            elif live.handed < live.share.count:
+            elif not need.extra and live.handed < live.share.count:
                 live.ready.append(micro)
             self._turn.notify_all()
         del micro  # this frame must not keep the last batch's lease alive
@@ -267,3 +289,16 @@ class Prefetcher:
             return False
         exchange.late(i)
         return True
+
+
+def _work_in_one_thread() -> None:
+    """Else intra-op threads of this thread's copies fight the trainer's.
+
+    torch keeps the last number set for all threads still to come: a trainer's would run on one core. So it is put
+    back, from a thread of its own.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    restore = threading.Thread(target=torch.set_num_threads, args=(count,))
+    restore.start()
+    restore.join()

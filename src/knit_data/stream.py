@@ -18,6 +18,7 @@ from knit_data.store.store import TrajectoryStore
 
 _SLICE = 0.05  # seconds a wait may last before a stop is noticed
 _SILENCE, _SLOWEST = 0.01, 30.0  # look again after this share of the silence, and at least this often
+_LONG = 1.0  # seconds of silence that may mean a reclaimed segment
 _HEADS = 32  # segment heads read ahead in one batch while catching up
 
 
@@ -68,7 +69,7 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
                     f"this stream state belongs to store {initial_state.get('store')!r}, the stream reads "
                     f"{self.store.id!r}; open the store it was saved from."
                 )
-            starts = {w: (segment, item) for w, segment, item in initial_state["writers"]}
+            starts = _starts(initial_state)
         self._forget()
         self._starts = starts
         self._taken = dict(starts)
@@ -114,9 +115,11 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             self._snapshot()
         deadline = backend.now() + timeout
         while not self._stopped:
-            found = self._look(0.0)
-            if found or self.ended:
-                return found
+            known = -1
+            while known != self._known():  # a new writer may have segments, a seal may end it all
+                known = self._known()
+                if (found := self._look(0.0)) or self.ended:
+                    return found
             left = deadline - backend.now()
             if left <= 0:
                 return []
@@ -133,27 +136,32 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
     # -- looking ----------------------------------------------------------------------------------------------------
 
     def _snapshot(self) -> None:
-        """What is committed now, for ``follow=False``."""
+        """What is committed now, for ``follow=False``; of a sealed store only what counts."""
+        sealed = self.store.sealed()
         counts: list[int] = []
         while (claim := self.store.claim(len(counts))) is not None:
-            tail = self._tail(len(counts), claim)
-            counts.append(self.store.count_segments(tail.name, tail.at))
-        self._close(counts)
+            self._tail(len(counts), claim)
+            counts.append(self.store.count_segments(len(counts), claim))
+        self._close(counts if sealed is None else sealed)
 
     def _close(self, counts: Sequence[int]) -> None:
+        """The end is known; a writer that came too late for the seal ends before its first segment."""
         self._final = list(counts)
-        for tail, end in zip(self._tails, counts, strict=False):
-            tail.end = end
+        for writer, tail in enumerate(self._tails):
+            tail.end = counts[writer] if writer < len(counts) else 0
 
     def _tail(self, writer: int, claim: Mapping[str, Any]) -> _Tail:
         if writer < len(self._tails):
             return self._tails[writer]
         at = max(claim["first"], self._starts.get(writer, (0, 0))[0], self.store.floor(writer))
         tail = _Tail(claim["name"], at, self.store.backend.now())
-        if self._final is not None and writer < len(self._final):
-            tail.end = self._final[writer]
+        if self._final is not None:
+            tail.end = self._final[writer] if writer < len(self._final) else 0
         self._tails.append(tail)
         return tail
+
+    def _known(self) -> int:
+        return len(self._tails) * 2 + (self._final is not None)
 
     def _look(self, timeout: float) -> list[InfoTable]:
         """One wait over everything that may appear, and the heads of what did."""
@@ -167,11 +175,16 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             keys.append("sealed.json")
         there = store.exists(keys, timeout) if keys else []
         now = store.backend.now()
-        for (_, tail), yes in zip(due, there, strict=False):
+        for (writer, tail), key, yes in zip(due, keys, there, strict=False):
             if yes:
                 tail.heard = now
+            elif tail.end is not None or now - tail.heard >= _LONG:
+                if not self._skip_reclaimed(writer, tail) and tail.end is not None:
+                    raise KeyMissing(
+                        f"{store.url}: {key} is missing, though writer {tail.name!r} made {tail.end} segments and "
+                        "this one was not reclaimed; restore it."
+                    )
             tail.due = now + (0.0 if yes else min((now - tail.heard) * _SILENCE, _SLOWEST))
-        ready = [(w, t) for (w, t), yes in zip(due, there, strict=False) if yes]
         if self._final is None and there[-1]:
             self._close(store.sealed() or [])
             for tail in self._tails:
@@ -179,7 +192,15 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
         if more and there[len(due)]:
             while (claim := store.claim(len(self._tails))) is not None:
                 self._tail(len(self._tails), claim)
-        return self._read(ready)
+        return self._read([(w, t) for (w, t), yes in zip(due, there, strict=False) if yes and not t.over])
+
+    def _skip_reclaimed(self, writer: int, tail: _Tail) -> bool:
+        """Go on behind what another consumer had reclaimed; True if there was anything."""
+        floor = self.store.floor(writer)
+        if floor <= tail.at:
+            return False
+        tail.first = tail.at = floor
+        return True
 
     def _read(self, ready: Sequence[tuple[int, _Tail]]) -> list[InfoTable]:
         """The next segments of these writers: the one that is there, and more while catching up."""
@@ -189,13 +210,14 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             there = [True, *self._which(tail, ahead)]
             for n in range(there.index(False) if False in there else len(there)):
                 wanted.append((writer, tail.name, tail.at + n))
-        tables = []
+        tables: list[InfoTable] = []
         for (writer, _, number), head in zip(wanted, self.store.heads(wanted), strict=True):
             tail = self._tails[writer]
-            if isinstance(head, KeyMissing) and self.store.floor(writer) > number:
-                tail.at = max(tail.at, self.store.floor(writer))  # reclaimed under our eyes: another consumer's work
+            if number < tail.at or (isinstance(head, KeyMissing) and self._skip_reclaimed(writer, tail)):
                 continue
             if isinstance(head, Exception):
+                if tables:
+                    return tables  # the next look meets the error again
                 raise head
             tail.at = number + 1
             tables.append(head[0])
@@ -210,3 +232,11 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             if not yes:
                 break
         return out
+
+
+def _starts(state: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
+    """Per writer the segment and row to go on with."""
+    try:
+        return {int(w): (int(segment), int(item)) for w, segment, item in state["writers"]}
+    except (KeyError, TypeError, ValueError) as e:
+        raise StateError(f"this is not a state of a TrajectoryStream ({e!r}), found {state!r:.200}.") from e

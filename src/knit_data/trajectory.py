@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from numbers import Real
 
 import blake3
 import torch
@@ -16,6 +18,8 @@ from knit_data.errors import InvalidTrajectory
 
 # Names that micro-batches compute; a column of the same name would be shadowed.
 RESERVED = frozenset({"labels", "cu_seqlens", "attention_mask"})
+# Names that mean something per token, so that no value may have them.
+PER_TOKEN = frozenset({"input_ids", "loss_mask", "position_ids"})
 # What safetensors can hold and a collator can pad.
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -30,6 +34,7 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_MOST_PATCHES = 2**31 - 1  # of one trajectory: the table counts in int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +61,11 @@ class Media:
         Shape and dtype are part of it: keys that leave them out have served wrong images elsewhere. It is
         cryptographic because a wrong hit would train on the wrong image without a sound.
         """
-        hasher = blake3.blake3(f"knit1|{self.kind}|{self.tokens}|{self.cost}".encode())
-        for name, tensor in sorted(self.tensors.items()):
-            data = tensor_bytes(tensor)
-            hasher.update(f"|{name}|{DTYPES[tensor.dtype]}|{tuple(tensor.shape)}|".encode())
-            hasher.update(data)
+        parts = sorted(self.tensors.items())
+        described = [[name, DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in parts]
+        hasher = blake3.blake3(json.dumps([self.kind, self.tokens, self.cost, described]).encode())
+        for _, tensor in parts:
+            hasher.update(tensor_bytes(tensor))
         return hasher.hexdigest()
 
 
@@ -98,14 +103,15 @@ class Trajectory:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements in row-major order as bytes; no copy for a contiguous CPU tensor."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    dense = tensor.detach().cpu().resolve_neg().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # of one element, reshape(-1) would keep any stride
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def value_tensor(value: Tensor | float) -> Tensor:
     """A per-trajectory value as stored: Python numbers and half-precision scalars as float32."""
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float32)
+        return torch.tensor(float(value), dtype=torch.float32)
     if value.ndim == 0 and value.dtype in (torch.float16, torch.bfloat16):
         return value.float()
     return value
@@ -116,6 +122,8 @@ def check_group(trajectories: Sequence[Trajectory]) -> None:
     if not trajectories:
         raise InvalidTrajectory("a put needs at least one trajectory, found none; skip empty groups before the put.")
     for trajectory in trajectories:
+        if not isinstance(trajectory, Trajectory):
+            raise InvalidTrajectory(f"a put takes kd.Trajectory objects, found {type(trajectory).__name__}.")
         _check(trajectory)
     first, ids = trajectories[0], set()
     for other in trajectories:
@@ -150,17 +158,18 @@ def _check(t: Trajectory) -> None:
     check_name("trajectory id", t.id)
     check_name(f"group of trajectory {t.id!r}", t.group)
     who = f"trajectory {t.id!r}"
+    for what, mapping in (("tokens", t.tokens), ("values", t.values), ("attributes", t.attributes)):
+        if not isinstance(mapping, Mapping):
+            raise InvalidTrajectory(f"{who}: {what} must map names, found {type(mapping).__name__}.")
     if isinstance(t.policy_version, bool) or not isinstance(t.policy_version, int) or not 0 <= t.policy_version < 2**62:
         raise InvalidTrajectory(
             f"{who}: policy_version must be an int >= 0, found {t.policy_version!r}; "
             "use the version that travelled with the weights when generation started."
         )
-    if t.mean_policy_version is not None and not (
-        math.isfinite(t.mean_policy_version) and t.mean_policy_version >= t.policy_version
-    ):
+    mean = t.mean_policy_version
+    if mean is not None and not (isinstance(mean, Real) and math.isfinite(mean) and mean >= t.policy_version):
         raise InvalidTrajectory(
-            f"{who}: mean_policy_version must be a finite number >= policy_version {t.policy_version}, "
-            f"found {t.mean_policy_version!r}."
+            f"{who}: mean_policy_version must be a finite number >= policy_version {t.policy_version}, found {mean!r}."
         )
     for key, value in t.attributes.items():
         check_name(f"{who}: attribute name", key)
@@ -168,8 +177,10 @@ def _check(t: Trajectory) -> None:
     n = _check_tokens(t, who)
     for name, raw in t.values.items():
         check_name(f"{who}: value name", name)
-        if name in RESERVED or name in t.tokens:
+        if name in RESERVED or name in PER_TOKEN or name in t.tokens:
             raise InvalidTrajectory(f"{who}: the value name {name!r} is taken by a column; rename it.")
+        if not isinstance(raw, Tensor | Real):
+            raise InvalidTrajectory(f"{who}: value {name!r} must be a tensor or a number, found {type(raw).__name__}.")
         _check_tensor(f"{who}: value {name!r}", value_tensor(raw))
     _check_media(t, who, n)
 
@@ -193,12 +204,19 @@ def _check_tokens(t: Trajectory, who: str) -> int:
                 f"{what} has shape {list(column.shape)}, input_ids has {n} tokens; entry t of a column is for token t, "
                 "fill with 0 where there is nothing."
             )
+    positions = t.tokens.get("position_ids")
+    if positions is not None and (positions.dtype not in _INTEGERS or tuple(positions.shape) not in ((n,), (n, 3))):
+        raise InvalidTrajectory(
+            f"{who}: position_ids must be integers of shape [{n}] or [{n}, 3], found {positions.dtype} "
+            f"{list(positions.shape)}."
+        )
     mask = t.tokens.get("loss_mask")
     if mask is not None:
         if mask.ndim != 1 or not (mask.dtype == torch.bool or mask.is_floating_point()):
             raise InvalidTrajectory(
                 f"{who}: loss_mask must be bool or float of shape [{n}], found {mask.dtype} {list(mask.shape)}."
             )
+        _check_tensor(f"{who}: loss_mask as float32", mask.float())
         if mask[0] != 0 or (mask < 0).any():
             raise InvalidTrajectory(
                 f"{who}: loss_mask[0] must be 0 and no entry negative, found loss_mask[0] = {mask[0].item()}, "
@@ -211,9 +229,10 @@ def _check_tokens(t: Trajectory, who: str) -> int:
 def _check_tensor(what: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise InvalidTrajectory(f"{what} must be a tensor, found {type(tensor).__name__}.")
-    if tensor.dtype not in DTYPES or tensor.is_sparse or tensor.layout != torch.strided:
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
         raise InvalidTrajectory(
-            f"{what} has dtype {tensor.dtype} and layout {tensor.layout}; dense tensors of {sorted(DTYPES.values())} "
+            f"{what} has dtype {tensor.dtype} and layout {kind}; dense tensors of {sorted(DTYPES.values())} "
             "can be stored."
         )
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -227,17 +246,22 @@ def _check_tensor(what: str, tensor: object) -> None:
 def _check_media(t: Trajectory, who: str, n: int) -> None:
     taken: list[tuple[int, int]] = []
     for i, ref in enumerate(t.media):
-        media = ref.media
         what = f"{who}: media {i}"
-        if media.tokens < 1 or media.cost < 0 or not media.tensors:
+        if not isinstance(ref, MediaRef) or not isinstance(ref.media, Media):
+            raise InvalidTrajectory(f"{what}: must be kd.MediaRef(kd.Media(...), spans), found {type(ref).__name__}.")
+        media = ref.media
+        counts = (media.tokens, media.cost)
+        if not all(isinstance(x, int) for x in counts) or media.tokens < 1 or media.cost < 0 or not media.tensors:
             raise InvalidTrajectory(
-                f"{what}: needs tensors, tokens >= 1 and patches >= 0, found {len(media.tensors)} tensors, "
-                f"tokens {media.tokens}, patches {media.patches}."
+                f"{what}: needs tensors, an int tokens >= 1 and an int patches >= 0, found {len(media.tensors)} "
+                f"tensors, tokens {media.tokens!r}, patches {media.patches!r}."
             )
         check_name(f"{what}: kind", media.kind)
         for name, tensor in media.tensors.items():
             check_name(f"{what}: tensor name", name)
             _check_tensor(f"{what}: tensor {name!r}", tensor)
+        if not all(len(span) == 2 and all(isinstance(x, int) for x in span) for span in ref.spans):
+            raise InvalidTrajectory(f"{what}: spans are pairs of ints (start, length), found {list(ref.spans)}.")
         lengths = sum(length for _, length in ref.spans)
         if lengths != media.tokens:
             raise InvalidTrajectory(
@@ -250,6 +274,8 @@ def _check_media(t: Trajectory, who: str, n: int) -> None:
                     f"{what}: span ({start}, {length}) lies outside the {n} tokens; cut media with their placeholders."
                 )
             taken.append((start, length))
+    if (cost := sum(ref.media.cost for ref in t.media)) > _MOST_PATCHES:
+        raise InvalidTrajectory(f"{who}: its media cost {cost} patches, at most {_MOST_PATCHES} can be counted.")
     taken.sort()
     for (start, length), (following, _) in pairwise(taken):
         if start + length > following:

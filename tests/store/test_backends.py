@@ -26,7 +26,22 @@ from knit_data.store.memory import Crash, Fault, ManualClock, MemoryBackend, Mon
 from knit_data.store.urls import open_backend
 
 real_open, real_link, real_writev = os.open, os.link, os.writev
-unnamed_only = pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="this system has no O_TMPFILE")
+
+
+def choose(way: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a create write its bytes to a named or to an unnamed file."""
+    if way == "named":
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+        return
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY))
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"no unnamed files in {folder}: {error}")
+
+    def named(*_: object) -> str:
+        raise AssertionError("a named file, where an unnamed one would do")
+
+    monkeypatch.setattr(LocalBackend, "_link_named", named)
 
 
 def refuse_unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +192,11 @@ open_backend(sys.argv[1]).create("segments/w/0", [b"x" * 1_000_000] * 8)
 """
 
 
-@pytest.mark.parametrize("way", ["named", pytest.param("unnamed", marks=unnamed_only)])
-def test_a_writer_killed_half_way_leaves_no_key_and_hinders_nobody(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("way", ["named", "unnamed"])
+def test_a_writer_killed_half_way_leaves_no_key_and_hinders_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    choose(way, tmp_path, monkeypatch)
     doomed = subprocess.Popen(
         [sys.executable, "-c", DOOMED, str(tmp_path), way], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -200,10 +218,9 @@ def test_a_writer_killed_half_way_leaves_no_key_and_hinders_nobody(tmp_path: Pat
     assert backend.get("segments/w/0") == b"second"
 
 
-@pytest.mark.parametrize("way", ["named", pytest.param("unnamed", marks=unnamed_only)])
+@pytest.mark.parametrize("way", ["named", "unnamed"])
 def test_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    if way == "named":
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    choose(way, tmp_path, monkeypatch)
     backend = LocalBackend(tmp_path)
     backend.put("register", b"old")
     calls = itertools.count()
@@ -288,12 +305,11 @@ def test_a_lost_reply_to_the_link_is_still_a_success(tmp_path: Path, monkeypatch
     assert os.listdir(tmp_path) == ["k"]
 
 
-@pytest.mark.parametrize("way", ["named", pytest.param("unnamed", marks=unnamed_only)])
+@pytest.mark.parametrize("way", ["named", "unnamed"])
 def test_other_users_may_read_as_far_as_the_umask_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    if way == "named":
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    choose(way, tmp_path, monkeypatch)
     old = os.umask(0o027)
     try:
         LocalBackend(tmp_path).create("a/k", [b"x"])
@@ -371,6 +387,36 @@ def test_a_file_deleted_during_its_read_is_read_to_the_end(tmp_path: Path, monke
     monkeypatch.setattr(os, "preadv", preadv)
     assert read(backend, "k", 0, 2) == b"ab"
     assert isinstance(read(backend, "k", 0, 2), KeyMissing)
+
+
+def test_a_file_given_up_is_closed_by_its_last_user(tmp_path: Path) -> None:
+    (tmp_path / "k").write_bytes(b"x")
+    files = local._Files(1)
+    with files.use(str(tmp_path / "k")) as fd:
+        with files.use(str(tmp_path / "k")) as same:
+            files.forget(str(tmp_path / "k"))
+        assert same == fd and os.pread(fd, 1, 0) == b"x"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_interrupt_wakes_a_sleeper_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            sleeping.set()  # under the lock: interrupt gets it only when this sleeps
+            return super().wait(timeout)
+
+    monkeypatch.setattr(local, "_FIRST_POLL", HANG * 5)
+    monkeypatch.setattr(local, "_LAST_POLL", HANG * 5)
+    backend, sleeping = LocalBackend(tmp_path), threading.Event()
+    backend._wake = Watched()
+
+    def wait() -> None:
+        assert backend.wait(["never"], HANG * 5) == [False]
+
+    with running(wait):
+        assert sleeping.wait(HANG)
+        backend.interrupt()
 
 
 def test_a_key_made_between_look_and_sleep_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ format.json                      what this is, and the store's own id
 schema.json                      the columns that all its trajectories have; made by the first put
 writers/<m>.json                 claimed densely by writers
 segments/<name>/<n>.safetensors  numbered densely per writer; immutable; its appearance is the commit
-ends/<m>.json                    how many segments writer m has in all; made by seal
+sealing.json                     no put counts any more unless seal counts it
+ends/<m>.json                    how many segments writer m has in all
 sealed.json  finished.json       no more data will come; no more data is needed
 registers/...                    policy_version, demand, floor.<m>: small, the last write wins
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from knit_data.errors import CorruptData, KeyMissing, KnitError, ShortRead, StoreError
@@ -39,8 +40,11 @@ class Catalogue:
         made = {"format": _FORMAT, "id": uuid.uuid4().hex}
         self.backend.create("format.json", [json.dumps(made).encode()])
         found = self._json("format.json") or {}
-        if found.get("format") != _FORMAT:
-            raise CorruptData(f"{self.url}: format.json says {found!r}, this version reads {_FORMAT!r}.")
+        if found.get("format") != _FORMAT or "id" not in found:
+            raise CorruptData(
+                f"{self.url}: format.json says {found!r}, this version reads {_FORMAT!r}; use the version that wrote "
+                "it, or another folder."
+            )
         return str(found["id"])
 
     @property
@@ -50,6 +54,13 @@ class Catalogue:
             self._schema = Schema.from_json(data)
         return self._schema
 
+    def settle(self, schema: Schema) -> Schema:
+        """The columns of this store: these, if no put was earlier."""
+        if self.schema is None:
+            self.backend.create("schema.json", [json.dumps(schema.to_json()).encode()])
+        assert self.schema is not None
+        return self.schema
+
     def claim(self, writer: int) -> dict[str, Any] | None:
         """Who claimed this writer number: its name and first segment."""
         return self._json(f"writers/{writer}.json")
@@ -58,6 +69,16 @@ class Catalogue:
         """The first segment of this writer that was not reclaimed; names below it are never used again."""
         raw = self.backend.get(f"registers/floor.{writer}")
         return int(raw) if raw else 0
+
+    def seal(self) -> None:
+        """No more trajectories will come: the stream ends after what is committed now. Later puts raise."""
+        self.backend.create("sealing.json", [b"{}"])
+        writers = 0
+        while (claim := self.claim(writers)) is not None:
+            count = self.count_segments(writers, claim)
+            self.backend.create(f"ends/{writers}.json", [json.dumps({"count": count}).encode()])
+            writers += 1
+        self.backend.create("sealed.json", [json.dumps({"writers": writers}).encode()])
 
     def sealed(self) -> list[int] | None:
         """Segment counts per writer, or None while data may still come."""
@@ -71,16 +92,18 @@ class Catalogue:
     def segment_key(name: str, number: int) -> str:
         return f"segments/{name}/{number:08d}.safetensors"
 
-    def count_segments(self, name: str, start: int) -> int:
-        """The number after the last segment: doubling steps from ``start``, then halving."""
-        low, step = start, 1
+    def count_segments(self, writer: int, claim: Mapping[str, Any]) -> int:
+        """The number after a writer's last segment: doubling steps from its floor, then halving."""
+        name, floor = claim["name"], max(claim["first"], self.floor(writer))
+        low, step = floor, 1
         while self.exists([self.segment_key(name, low + step - 1)])[0]:
             low, step = low + step, step * 2
         while step > 1:
             step //= 2
             if self.exists([self.segment_key(name, low + step - 1)])[0]:
                 low += step
-        return low
+        # what was reclaimed while this counted looks as if it had never been
+        return low if self.floor(writer) <= floor else self.count_segments(writer, claim)
 
     def heads(self, segments: Sequence[tuple[int, str, int]]) -> list[tuple[InfoTable, int, str] | KnitError]:
         """Per (writer, name, number): the info table, the file's size and its session, or why there is none."""
@@ -99,8 +122,8 @@ class Catalogue:
                     if (need := head_size(head, where)) > len(head):
                         head = self.exactly(key, need)
                 owned = bytes(head[:need])
-                size, session = head_facts(owned, where)
-                out.append((decode_head(owned, writer=writer, segment=number, where=where), size, session))
+                table = decode_head(owned, writer=writer, segment=number, where=where)
+                out.append((table, *head_facts(owned, where)))
             except StoreError as e:
                 out.append(e)
         return out
@@ -118,8 +141,8 @@ class Catalogue:
             return None
         try:
             return dict(json.loads(raw))
-        except ValueError as e:
-            raise CorruptData(f"{self.url}: {key} is not JSON: {raw[:80]!r}; restore it.") from e
+        except (ValueError, TypeError) as e:
+            raise CorruptData(f"{self.url}: {key} is not a JSON object: {raw[:80]!r}; restore it.") from e
 
     def _required(self, key: str) -> dict[str, Any]:
         data = self._json(key)

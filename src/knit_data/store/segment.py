@@ -303,7 +303,7 @@ def _header_length(head: bytes | bytearray | memoryview, where: str) -> int:
 def _metadata(head: bytes | bytearray | memoryview, length: int, where: str) -> Mapping[str, str]:
     try:
         meta, _ = json.JSONDecoder().raw_decode(bytes(head[8 : 8 + length]).decode()[len('{"__metadata__":') :])
-        if meta["format"] == FORMAT and meta["info_bytes"].isdigit() and meta["schema"]:
+        if meta["format"] == FORMAT and meta["info_bytes"].isdecimal() and meta["schema"]:
             return dict(meta)
         found = meta["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as e:

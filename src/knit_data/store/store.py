@@ -54,8 +54,8 @@ class TrajectoryStore(Catalogue):
     ) -> None:
         if reclaim not in _RECLAIM:
             raise InvalidArgument(f"reclaim must be one of {_RECLAIM}, found {reclaim!r}.")
-        if max_bytes is not None and max_bytes < 1:
-            raise InvalidArgument(f"max_bytes must be None or at least 1, found {max_bytes}.")
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+            raise InvalidArgument(f"max_bytes must be None or an int of at least 1, found {max_bytes!r}.")
         super().__init__(url, fsync=fsync, **storage_options)
         self.reclaim, self.max_bytes, self.fsync, self._options = reclaim, max_bytes, fsync, storage_options
 
@@ -81,15 +81,6 @@ class TrajectoryStore(Catalogue):
             return Demand()
         deficits = {tuple(combination): count for combination, count in data["deficits"]}
         return Demand(data["train_batch"], deficits, data["free"])
-
-    def seal(self) -> None:
-        """No more trajectories will come: the stream ends after what is committed now. Later puts raise."""
-        writers = 0
-        while (claim := self.claim(writers)) is not None:
-            count = self.count_segments(claim["name"], max(claim["first"], self.floor(writers)))
-            self.backend.create(f"ends/{writers}.json", [json.dumps({"count": count}).encode()])
-            writers += 1
-        self.backend.create("sealed.json", [json.dumps({"writers": writers}).encode()])
 
     def finished(self) -> bool:
         return self.exists(["finished.json"])[0]
@@ -118,7 +109,8 @@ class TrajectoryStore(Catalogue):
         wanted = names if fields is None else list(fields)
         unknown = set(wanted) - set(names) - set(table.value_names)
         if unknown:
-            raise InvalidArgument(f"fields {sorted(unknown)} are not in this store; it has {names}.")
+            found = [*names, *table.value_names]
+            raise InvalidArgument(f"fields {sorted(unknown)} are not in this store; it has {found}.")
         tokens: dict[str, Tensor] = {}
         values: dict[str, Tensor | float] = {k: v for k, v in info.values.items() if fields is None or k in wanted}
         for f in table.schema.fields:

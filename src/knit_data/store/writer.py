@@ -9,10 +9,9 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
-from knit_data.errors import InvalidArgument, InvalidTrajectory, StoreClosed, WaitTimeout, WriterConflict
-from knit_data.infos import InfoTable, TrajectoryInfo
+from knit_data.errors import InvalidArgument, InvalidTrajectory, KeyMissing, StoreClosed, WaitTimeout, WriterConflict
+from knit_data.infos import InfoTable, Schema, TrajectoryInfo
 from knit_data.store.catalogue import Catalogue
 from knit_data.store.segment import check_schema, encode, schema_of
 from knit_data.trajectory import Trajectory, check_group
@@ -38,10 +37,9 @@ class StoreWriter:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[int, int, int]] = {}  # id -> fingerprint, segment, item
         self._sizes: deque[tuple[int, int]] = deque()  # (segment, bytes), not reclaimed
-        self._number = self._claim()
-        self._next = max(int(self._mine["first"]), store.floor(self._number))
-        while self._adopt(self._next) is not None:
-            self._next += 1
+        self._number, self._next = self._claim()
+        self._catch_up(owned=False)
+        self._unsure = False  # whether a put may have arrived that was not confirmed
 
     def put(self, trajectory: Trajectory, timeout: float = 1800.0) -> TrajectoryInfo:
         """Make one trajectory visible. For groups of several prefer ``put_group``."""
@@ -66,9 +64,9 @@ class StoreWriter:
 
     # -- opening ----------------------------------------------------------------------------------------------------
 
-    def _claim(self) -> int:
-        """Find this name among the claims, or claim the next free number."""
-        if self.store.exists(["sealed.json"])[0]:
+    def _claim(self) -> tuple[int, int]:
+        """This name's writer number and first segment: from its earlier claim, or by claiming the next free number."""
+        if self.store.exists(["sealing.json"])[0]:
             raise StoreClosed(f"{self.store.url}: the store is sealed; writer {self.name!r} cannot be opened.")
         mine = json.dumps({"name": self.name, "first": 0}).encode()
         number = 0
@@ -78,20 +76,31 @@ class StoreWriter:
                 self.store.backend.create(f"writers/{number}.json", [mine])
                 claim = self.store.claim(number)
             if claim is not None and claim["name"] == self.name:
-                self._mine: dict[str, Any] = claim
-                return number
+                return number, int(claim["first"])
             number += 1
 
-    def _adopt(self, number: int) -> str | None:
-        """Remember what segment ``number`` holds; the session that wrote it, or None if it does not exist."""
-        if not self.store.exists([self.store.segment_key(self.name, number)])[0]:
-            return None
-        (head,) = self.store.heads([(self._number, self.name, number)])
-        if isinstance(head, Exception):
-            raise head
-        table, size, session = head
-        self._remember(table, number, size)
-        return session
+    def _catch_up(self, *, owned: bool) -> None:
+        """Remember the segments that are there, up to the first free number. ``owned``: all must be this writer's.
+
+        The floor is read after a segment was found missing: what was reclaimed meanwhile must not be written again.
+        """
+        while True:
+            (head,) = self.store.heads([(self._number, self.name, self._next)])
+            if isinstance(head, KeyMissing):
+                if (floor := self.store.floor(self._number)) <= self._next:
+                    return
+                self._next = floor
+                continue
+            if isinstance(head, Exception):
+                raise head
+            table, size, session = head
+            if owned and session != self._session:
+                raise WriterConflict(
+                    f"writer {self.name!r}: segment {self._next} was written by another process. Two live writers "
+                    "use one name; give each its own. This group was not written."
+                )
+            self._remember(table, self._next, size)
+            self._next += 1
 
     def _remember(self, table: InfoTable, number: int, size: int) -> None:
         for item, (name, mark) in enumerate(zip(table.ragged["id"].texts(), table.fingerprints(), strict=True)):
@@ -104,46 +113,41 @@ class StoreWriter:
         check_group(trajectories)
         with self._lock:
             self._refuse_if_closed()
-            self._agree(trajectories)
-            repeated = self._repeated(trajectories, grouped)
-            if repeated is not None:
+            schema = self._agree(trajectories)
+            if self._unsure:
+                self._recover()
+            if (repeated := self._repeated(trajectories, grouped)) is not None:
                 return repeated
-            waited = False
-            while True:
-                number = self._next
-                segment = encode(
-                    trajectories, writer=self._number, segment=number, grouped=grouped, session=self._session
-                )
-                if not waited:
-                    self._wait_for_room(segment.nbytes, timeout, trajectories[0])
-                    waited = True
-                made = self.store.backend.create(self.store.segment_key(self.name, number), segment.parts)
+            number = self._next
+            segment = encode(trajectories, writer=self._number, segment=number, grouped=grouped, session=self._session)
+            self._wait_for_room(segment.nbytes, timeout, trajectories[0])
+            check_schema(trajectories[0], self.store.settle(schema), "this store")
+            self._unsure = True
+            if self.store.backend.create(self.store.segment_key(self.name, number), segment.parts):
+                self._unsure = False
                 self._next += 1
-                if made:
-                    self._remember(segment.table, number, segment.nbytes)
-                    self._confirm(number)
-                    return segment.table.infos()
-                # a put of ours whose reply was lost, or somebody else's: only the file can tell
-                if self._adopt(number) != self._session:
-                    raise WriterConflict(
-                        f"writer {self.name!r}: segment {number} was written by another process. Two live writers "
-                        "use one name; give each its own. This group was not written."
-                    )
-                if (repeated := self._repeated(trajectories, grouped)) is not None:
-                    return repeated
+                self._remember(segment.table, number, segment.nbytes)
+                self._confirm(number)
+                return segment.table.infos()
+            # ours, if the back end tried again after a lost reply, or somebody else's: only the file can tell
+            self._recover()
+            infos = self._repeated(trajectories, grouped)
+            assert infos is not None
+            return infos
 
-    def _agree(self, trajectories: Sequence[Trajectory]) -> None:
-        """All trajectories of a store have one schema; the first put makes it."""
-        schema = self.store.schema
+    def _recover(self) -> None:
+        """After a create whose outcome is unknown: find out what arrived."""
+        self._catch_up(owned=True)
+        self._unsure = False
+
+    def _agree(self, trajectories: Sequence[Trajectory]) -> Schema:
+        """All trajectories of a store have one schema; the first put settles it."""
+        schema, where = self.store.schema, "this store"
         if schema is None:
-            for t in trajectories[1:]:
-                check_schema(t, schema_of(trajectories[0]), f"trajectory {trajectories[0].id!r} of the same group")
-            made = json.dumps(schema_of(trajectories[0]).to_json()).encode()
-            self.store.backend.create("schema.json", [made])
-            schema = self.store.schema
-        assert schema is not None
+            schema, where = schema_of(trajectories[0]), f"trajectory {trajectories[0].id!r} of the same group"
         for t in trajectories:
-            check_schema(t, schema, "this store")
+            check_schema(t, schema, where)
+        return schema
 
     def _repeated(self, trajectories: list[Trajectory], grouped: bool) -> list[TrajectoryInfo] | None:
         """The infos of an earlier equal put; None if these ids are new."""
@@ -156,7 +160,9 @@ class StoreWriter:
                 f"trajectory {seen[0].id!r} was already written in segment {self._known[seen[0].id][1]}, "
                 f"{new.id!r} of the same put was not; repeat a put as it was, or give new trajectories new ids."
             )
-        table = encode(trajectories, writer=0, segment=0, grouped=grouped).table
+        table = encode(
+            trajectories, writer=self._number, segment=self._known[trajectories[0].id][1], grouped=grouped
+        ).table
         for t, mark in zip(trajectories, table.fingerprints(), strict=True):
             known, number, _ = self._known[t.id]
             if known != mark:
@@ -167,24 +173,29 @@ class StoreWriter:
         tables: dict[int, InfoTable] = {}
         for number in {self._known[t.id][1] for t in trajectories}:
             (head,) = self.store.heads([(self._number, self.name, number)])
+            if isinstance(head, KeyMissing):
+                return table.infos()  # consumed and reclaimed: what the first put returned
             if isinstance(head, Exception):
                 raise head
             tables[number] = head[0]
         return [tables[number][item] for _, number, item in (self._known[t.id] for t in trajectories)]
 
     def _refuse_if_closed(self) -> None:
-        sealed, finished = self.store.exists(["sealed.json", "finished.json"])
+        sealed, finished = self.store.exists(["sealing.json", "finished.json"])
         if finished or sealed:
             why = "finished by the trainer" if finished else "sealed"
             raise StoreClosed(f"{self.store.url}: the store is {why}; writer {self.name!r} wrote nothing.")
 
     def _confirm(self, number: int) -> None:
-        """A seal that ran beside this put may have counted without it; then it did not happen."""
-        if not self.store.exists(["sealed.json"])[0]:
-            return
+        """A seal that began before this put was visible may have counted without it; then it did not happen."""
+        if not self.store.exists(["sealing.json"])[0]:
+            return  # a seal that begins now counts it
+        self.store.seal()
         counts = self.store.sealed() or []
         if self._number >= len(counts) or number >= counts[self._number]:
-            raise StoreClosed(f"{self.store.url}: the store was sealed during this put; it will not be trained.")
+            raise StoreClosed(
+                f"{self.store.url}: the store was sealed during this put by writer {self.name!r}; it does not count."
+            )
 
     def _wait_for_room(self, size: int, timeout: float, first: Trajectory) -> None:
         limit = self.max_bytes
@@ -208,5 +219,5 @@ class StoreWriter:
                     f"writer {self.name!r}: {held} of max_bytes={limit} are not reclaimed after {timeout:g} s, group "
                     f"{first.group!r} needs {size} more. Is the trainer running and committing its checkpoints?"
                 )
-            self.store.exists(["finished.json", "sealed.json"], min(left, 0.5))
+            self.store.exists(["finished.json", "sealing.json"], min(left, 0.5))
             self._refuse_if_closed()

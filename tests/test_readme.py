@@ -1,0 +1,44 @@
+"""The README's code runs as it stands: its rollout side in one process, its training loop under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import knit_data as kd
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def respond(prompt: str, i: int, version: int) -> kd.Trajectory:
+    import torch
+
+    n = 4 + (len(prompt) * 7 + i * 3) % 20
+    source = "math" if int(prompt[1:]) % 2 else "code"
+    tokens = {
+        "input_ids": torch.arange(n) % 60 + 1,
+        "logprobs": torch.full((n,), -4.0),
+        "loss_mask": torch.arange(n) > 2,
+    }
+    return kd.Trajectory(
+        f"{prompt}/{i}", prompt, version, tokens, {"reward": float(i % 3)}, attributes={"source": source}
+    )
+
+
+def test_the_readme_trains(tmp_path, monkeypatch):
+    rollout, training = BLOCKS
+    monkeypatch.chdir(tmp_path)
+    exec(compile(rollout, "README.md", "exec"), {"prompts": [f"p{g}" for g in range(16)], "respond": respond})
+    store = kd.TrajectoryStore("out/run")
+    store.seal()
+    (tmp_path / "train.py").write_text(training, encoding="utf-8")
+    command = [sys.executable, "-W", "error::UserWarning:knit_data", "-m", "torch.distributed.run"]
+    command += ["--standalone", "--nproc-per-node", "2", "train.py"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert store.finished() and store.policy_version() == 8
