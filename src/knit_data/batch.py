@@ -80,10 +80,21 @@ class MicroBatch(Mapping[str, Tensor]):
         """Keyword arguments for a Hugging Face model.
 
         Packed, a batch dimension of 1 is added and ``position_ids`` that restart keep trajectories apart (there is no
-        attention mask). No labels: the model would shift them again.
+        attention mask). Positions of three axes lead with them, ``[3, B, L]``; packed, the plain ones that restart
+        come first, ``[4, 1, T]``. No labels: the model would shift them again.
         """
         ids, positions = self.tensors["input_ids"], self.tensors["position_ids"]
+        if positions.ndim > ids.ndim:
+            positions = positions.movedim(-1, 0)
+            if self.layout == "packed":
+                positions = torch.cat([self._restarting(positions.dtype)[None], positions])
         if self.layout == "padded":
             inputs = {"input_ids": ids, "attention_mask": self.tensors["attention_mask"], "position_ids": positions}
             return {**inputs, "use_cache": False}
-        return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+        return {"input_ids": ids[None], "position_ids": positions.unsqueeze(-2), "use_cache": False}
+
+    def _restarting(self, dtype: torch.dtype) -> Tensor:
+        """0, 1, 2, … in every packed extent."""
+        ends, total = self.tensors["cu_seqlens"], len(self.tensors["input_ids"])
+        begin = ends[:-1].repeat_interleave(ends.diff(), output_size=total)  # its size is known: no wait for the device
+        return torch.arange(total, dtype=dtype, device=ends.device) - begin
