@@ -13,9 +13,12 @@ from knit_data.infos import InfoTable, TrajectoryInfo, parse_attributes
 from knit_data.quotas import Combination
 from knit_data.trajectory import RESERVED
 
+# Reasons that end a group; counted in groups.
+ENDS = ("stale", "abandoned", "invalid", "oversize", "filtered", "no_loss_tokens")
 # Reasons of rows beside a whole group: the same again, the same id with other content, members too many, members of
-# a group that is trained or dropped already.
+# a group that is trained or dropped already; counted in trajectories.
 EXTRAS = ("duplicate", "conflict", "surplus", "late")
+REASONS = ENDS + EXTRAS  # statistics have all of them, always
 
 Keep = Callable[[list[TrajectoryInfo]], bool]
 Annotate = Callable[[list[TrajectoryInfo]], Mapping[str, Sequence[float]]]

@@ -118,6 +118,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             admitted = self.admit(_SLICE)
             if admitted is not None:
                 return admitted.mini
+            if self.stream.stopped:
+                raise UsageError("the stream was stopped while the sampler waited; reset() starts again.")
 
     def get_state(self) -> dict[str, Any]:
         return self._required().state()
@@ -348,7 +350,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     def _incomplete(self) -> dict[Combination, int]:
         counts: dict[Combination, int] = {}
-        for members in self._assembler.incomplete.values():
+        for members in list(self._assembler.incomplete.values()):  # another thread may be assembling
             attributes = parse_attributes(members[0].ragged["attributes"].text(0))
             combination = tuple(attributes.get(a, "") for a in self.quotas.attributes)
             counts[combination] = counts.get(combination, 0) + 1
