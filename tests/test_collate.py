@@ -465,7 +465,6 @@ def test_masked_trajectories_keep_their_length_and_lose_everything_else(layout, 
         assert torch.equal(micro[name], tensor), name
 
 
-@pytest.mark.xfail(reason="a short read of neighbours masks all of them")
 def test_a_short_read_masks_only_what_did_not_arrive():
     store, _, stored = committed()
     with one_batch(store, 3, 4096, {"on_corrupt": "mask", "prefetch": 0}) as run:
