@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 240  # seconds for one job; a hang fails the test instead of the whole run
+PATIENCE = 40  # seconds for one job; a hang fails the test instead of the whole run
 
 
 class Ranks:

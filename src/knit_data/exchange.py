@@ -7,7 +7,7 @@ over all ranks. No collective, no pickle, no long wait inside the store's client
     m/<g>/<i>/<r>   message of mini-batch i for data-parallel rank r        read/<g>/<rank>  last i that rank has
     late/<g>/<i>    rank 0 still waits for data: hand i out unseen           want/<g>         smallest i a rank asks for
     start/<g>       digest of the state that rank 0 starts from             bye/<rank>       rank has closed
-    error/<g>       what failed on a rank other than 0, or on rank 0 before its first message
+    error/<g>       what failed on a rank, for those that still read; of rank 0 also a message, for the next admission
 
 g counts the restarts by ``load_state_dict``.
 """
@@ -35,7 +35,8 @@ from knit_data.errors import InvalidArgument, KnitError, RankError
 END, ERROR, SHARE = b"E", b"X", b"S"
 _LOOKS = 20_000  # per second, over all ranks
 _FASTEST, _SLOWEST = 0.001, 0.05
-_GOODBYE = 5.0  # seconds that rank 0 waits for the others when it closes
+_GOODBYE = 5.0  # seconds that rank 0 waits, when it closes, for those that have not read their last message
+_GRACE = 0.5  # seconds that it waits for those that have, so that all may leave in peace
 
 
 class Exchange:
@@ -47,6 +48,7 @@ class Exchange:
         self.dp_rank, self.dp_size = _data_parallel(mesh, dp, self.rank, self.world)
         self.generation = 0
         self._published = self._late = -1
+        self._failed = False  # the last message was an error
         self._unread: list[str] = []
         self._pause, self._next_look = _FASTEST, 0.0
         self._server: TCPStore | None = None
@@ -75,6 +77,7 @@ class Exchange:
 
     def publish_error(self, i: int, error: BaseException) -> None:
         _mark_told(error)
+        self._failed = True
         self.publish(i, [ERROR + _describe(error)])
 
     def late(self, i: int) -> None:
@@ -118,7 +121,8 @@ class Exchange:
     def want(self, i: int) -> None:
         """This rank needs mini-batch i although rank 0 may not have come to it. For the calling thread."""
         if self.world > 1 and self.rank:
-            self._set(f"want/{self.generation}", str(i).encode(), self._caller)
+            with contextlib.suppress(RankError):  # rank 0 gave i and closed since, or the thread will say so
+                self._set(f"want/{self.generation}", str(i).encode(), self._caller)
 
     def compare(self, state: Mapping[str, Any]) -> bool:
         """Whether rank 0 has begun; raises if it began from another state."""
@@ -137,12 +141,17 @@ class Exchange:
     def restart(self) -> None:
         self.generation += 1
         self._published = self._late = -1
+        self._failed = False
 
     def report(self, error: BaseException) -> None:
         """Let the other ranks know that this one failed, unless they know it already."""
-        if self.world > 1 and not getattr(error, "_told", False):
-            with contextlib.suppress(KnitError):
-                self._set(f"error/{self.generation}", _describe(error, f"rank {self.rank}: "))
+        if self.world == 1:
+            return
+        with contextlib.suppress(KnitError):
+            if not getattr(error, "_told", False):
+                self._set(f"error/{self.generation}", _describe(error, f"rank {self.rank}: " if self.rank else ""))
+            if self.rank == 0 and not self._failed:
+                self.publish_error(self._published + 1, error)
 
     def check_peers(self) -> None:
         """Raise what another rank reported.
@@ -171,15 +180,18 @@ class Exchange:
         self._server = self._caller = None
 
     def _await_goodbyes(self) -> None:
-        deadline, left = time.monotonic() + _GOODBYE, set(range(1, self.world))
-        while left and time.monotonic() < deadline:
+        began, left = time.monotonic(), set(range(1, self.world))
+        while left and (waited := time.monotonic() - began) < _GOODBYE:
             for rank in sorted(left):
-                read = f"read/{self.generation}/{rank}"
-                done = self._check(read, self._caller) and int(self._get(read, self._caller)) >= self._published
-                if done or self._published < 0 or self._check(f"bye/{rank}", self._caller):
+                if self._check(f"bye/{rank}", self._caller) or (waited > _GRACE and self._has_read(rank)):
                     left.discard(rank)
             if left:
                 time.sleep(0.005)
+
+    def _has_read(self, rank: int) -> bool:
+        key = f"read/{self.generation}/{rank}"
+        read = int(self._get(key, self._caller)) if self._check(key, self._caller) else -1
+        return read >= self._published
 
     def _tidy(self) -> None:
         """Delete what every rank has read."""
@@ -230,6 +242,7 @@ class Exchange:
                 "arguments on every rank."
             )
             self.report(error)
+            self.close()
             raise error
 
     def _store(self, client: TCPStore | None = None) -> TCPStore:
@@ -289,6 +302,8 @@ def _data_parallel(mesh: DeviceMesh | None, dp: Sequence[str] | str | None, rank
         if dp is not None:
             raise InvalidArgument(f"dp={dp!r} names dimensions of a mesh, but mesh is None; pass the DeviceMesh.")
         return rank, world
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidArgument(f"mesh must be a DeviceMesh, found {type(mesh).__name__}.")
     names = list(mesh.mesh_dim_names or ())
     wanted = [dp] if isinstance(dp, str) else list(dp) if dp is not None else names
     unknown = [name for name in wanted if name not in names]
@@ -297,13 +312,15 @@ def _data_parallel(mesh: DeviceMesh | None, dp: Sequence[str] | str | None, rank
     if mesh.size() != world:
         raise InvalidArgument(f"the mesh covers {mesh.size()} ranks, the job has {world}; use a mesh over all of them.")
     where = mesh.get_coordinate()
-    if where is None:
-        raise InvalidArgument(f"rank {rank} is not part of the mesh.")
+    dims = list(range(mesh.ndim)) if dp is None else [names.index(name) for name in names if name in wanted]
+    first = (mesh.mesh == 0).nonzero()[0].tolist()  # where global rank 0 is; every rank looks, so that none waits
+    if where is None or any(first[d] for d in dims):
+        raise InvalidArgument(
+            f"global rank 0 must be the first data-parallel rank of the mesh, it is at {first} of {mesh}; reorder it."
+        )
     index, size = 0, 1
-    for d in range(mesh.ndim) if dp is None else [names.index(name) for name in names if name in wanted]:
+    for d in dims:
         index, size = index * mesh.size(d) + where[d], size * mesh.size(d)
-    if rank == 0 and index:
-        raise InvalidArgument("global rank 0 must be the first data-parallel rank of the mesh.")
     return index, size
 
 
