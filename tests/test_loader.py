@@ -468,11 +468,15 @@ def invalid(infos: list[kd.TrajectoryInfo]) -> bool:
         (
             {"group_size": 3, "groups": kd.GroupPolicy(surplus="error")},
             kd.InvalidGroup,
-            "has 4 members, group_size is 3",
+            "a member too many of group .g0000.: group_size is 3",
         ),
         ({"groups": kd.GroupPolicy(keep=invalid)}, ZeroDivisionError, "cannot judge g0000"),
         ({"groups": kd.GroupPolicy(annotate=invalid)}, ZeroDivisionError, "cannot judge g0000"),
-        ({"groups": kd.GroupPolicy(annotate=lambda _: {"a": [0.0]})}, kd.InvalidGroup, "one finite float per member"),
+        (
+            {"groups": kd.GroupPolicy(annotate=lambda _: {"a": [0.0]})},
+            kd.InvalidGroup,
+            "one finite float .float32. per member",
+        ),
         (
             {"groups": kd.GroupPolicy(annotate=lambda _: {"reward": [0.0] * 4})},
             kd.InvalidArgument,
