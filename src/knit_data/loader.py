@@ -24,7 +24,7 @@ from knit_data.sampler import QuotaSampler
 from knit_data.share import End, Follow, Lead
 
 _SUMMED = (
-    *("tokens", "padded_tokens", "micro_batches", "padding_micro_batches"),
+    *("tokens", "padded_tokens", "micro_batches", "padding_micro_batches", "truncated"),
     *("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s", "wait_s"),
 )
 _names = itertools.count()

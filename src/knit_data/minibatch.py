@@ -21,6 +21,7 @@ STATS = (
     "padded_tokens",
     "micro_batches",
     "padding_micro_batches",
+    "truncated",
     "imbalance",
     "waiting_groups",
     *(f"dropped/{reason}" for reason in REASONS),

@@ -196,6 +196,7 @@ def _counts(table: InfoTable, made: Plan) -> dict[str, float]:
         "padded_tokens": float(padded),
         "micro_batches": float(made.count),
         "padding_micro_batches": float(made.n_padding),
+        "truncated": float(table.columns["cut"].sum()),
         "imbalance": float(tokens.max(axis=1).sum() * made.ranks / max(padded, 1)),
     }
 
