@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
 
 import knit_data as kd
 from knit_data.infos import InfoTable
+from knit_data.store.memory import ManualClock, MemoryBackend
 from knit_data.store.segment import encode
 
 
@@ -78,3 +80,48 @@ def read_through(mini: kd.MiniBatch) -> tuple[int, int, list[str]]:
     """Iterate a mini-batch to its end: index, epoch and the trajectories of this rank."""
     ids = [info.id for micro in mini for info in micro.infos]
     return mini.index, mini.epoch, sorted(ids)
+
+
+_numbers = count()
+
+
+def memory(clock: ManualClock | None = None) -> kd.TrajectoryStore:
+    """A new store in memory, on real time or on a clock that only waits move."""
+    name = f"test-{next(_numbers)}"
+    MemoryBackend.named(name, clock=clock)
+    return kd.TrajectoryStore(f"memory://{name}")
+
+
+def groups_of(mini: kd.AdmittedMiniBatch) -> list[str]:
+    """The groups' names, by their rows; each stands together."""
+    at, out = 0, []
+    for n in mini.group_rows:
+        names = {info.group for info in mini.infos[at : at + n]}
+        assert len(names) == 1
+        out += names
+        at += n
+    assert at == len(mini.infos)
+    return out
+
+
+def members_of(mini: kd.AdmittedMiniBatch) -> list[list[str]]:
+    """The ids of the rows, group by group."""
+    ids = [info.id for info in mini.infos]
+    starts = [sum(mini.group_rows[:i]) for i in range(len(mini.group_rows))]
+    return [ids[at : at + n] for at, n in zip(starts, mini.group_rows, strict=True)]
+
+
+Step = tuple[int, int, int, int, bool, list[list[str]]]  # index, train batch, epoch, position, is_last, members
+
+
+def rest_of(made: kd.QuotaSampler) -> tuple[list[Step], list[dict[str, Any]]]:
+    """Every step until the end, with the state after it."""
+    steps, states = [], []
+    while True:
+        try:
+            mini = made.next()
+        except StopIteration:
+            return steps, states
+        place = mini.index, mini.train_batch, mini.epoch, mini.position, mini.is_last
+        steps.append((*place, members_of(mini)))
+        states.append(made.get_state())

@@ -73,9 +73,14 @@ def test_slime_1839_drop_takes_the_whole_group_and_counts_it():
         assert run.stats["dropped/oversize"] == 1
 
 
-def test_slime_1839_truncate_is_refused_by_name_for_now():
-    with pytest.raises(kd.InvalidArgument, match=r"oversize='truncate'.*'error', 'drop', 'alone'"):
-        kd.GroupPolicy(oversize="truncate")
+def test_slime_1839_truncate_keeps_what_fits_and_counts_it():
+    policy = kd.GroupPolicy(oversize="truncate")
+    groups = [group("g", 2, lengths=[PROMPT + RESPONSE, 10]), group("h", 2, lengths=[20, 30])]
+    with whole(groups, CAP, groups=policy) as run:
+        mini = next(run)
+        lengths = {info.id: info.n_tokens for micro in mini for info in micro.infos}
+        assert lengths == {"g/0": 4096, "g/1": 10, "h/0": 20, "h/1": 30}
+        assert mini.stats["truncated"] == 1
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ def test_annotations_may_not_hide_a_stored_name(name: str) -> None:
     ("name", "value"),
     [
         ("incomplete", "drop"),
-        ("oversize", "truncate"),
+        ("oversize", "cut"),
         ("invalid", "skip"),
         ("surplus", "last"),
         ("timeout", 5.0),

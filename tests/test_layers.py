@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "infos", "errors"),
     ("quotas", "admission", "planning", "staleness", "groups", "ledger", "ops"),
     ("store",),
-    ("stream", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),
+    ("stream", "truncate", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),
     ("encoder", "minibatch", "loader", "pacing", "simulate"),
     ("integrations", "__main__"),
 )

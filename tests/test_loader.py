@@ -431,8 +431,9 @@ print("ready", flush=True)
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_ctrl_c_while_waiting_for_data(prefetch):
-    code = f"signal.signal(signal.SIGINT, signal.default_int_handler)\n{BLOCKED % prefetch}" + (
-        "try:\n    mini.loss_tokens\nexcept KeyboardInterrupt:\n    run.close()\n"
+    start, ready, _ = (BLOCKED % prefetch).rsplit("\n", 2)
+    code = f"signal.signal(signal.SIGINT, signal.default_int_handler)\n{start}\n" + (
+        f"try:\n    {ready}\n    mini.loss_tokens\nexcept KeyboardInterrupt:\n    run.close()\n"
         "print('left', [t.name for t in threading.enumerate() if t.name.startswith('knit')])\n"
     )
     assert python(code, wait_for="ready", send=signal.SIGINT) == (0, "ready\nleft []\n", "")
@@ -467,11 +468,15 @@ def invalid(infos: list[kd.TrajectoryInfo]) -> bool:
         (
             {"group_size": 3, "groups": kd.GroupPolicy(surplus="error")},
             kd.InvalidGroup,
-            "has 4 members, group_size is 3",
+            "a member too many of group .g0000.: group_size is 3",
         ),
         ({"groups": kd.GroupPolicy(keep=invalid)}, ZeroDivisionError, "cannot judge g0000"),
         ({"groups": kd.GroupPolicy(annotate=invalid)}, ZeroDivisionError, "cannot judge g0000"),
-        ({"groups": kd.GroupPolicy(annotate=lambda _: {"a": [0.0]})}, kd.InvalidGroup, "one finite float per member"),
+        (
+            {"groups": kd.GroupPolicy(annotate=lambda _: {"a": [0.0]})},
+            kd.InvalidGroup,
+            "one finite float .float32. per member",
+        ),
         (
             {"groups": kd.GroupPolicy(annotate=lambda _: {"reward": [0.0] * 4})},
             kd.InvalidArgument,

@@ -202,7 +202,7 @@ def explain(admission: Admission, incomplete: Mapping[Combination, int], dropped
     """One sentence: what the open mini-batch needs, what is there, and what is short."""
     p, sizes, seats = admission.progress, admission.sizes, admission.seats
     waiting: dict[Combination, int] = {}
-    for group in admission.waiting.values():
+    for group in list(admission.waiting.values()):  # another thread may be admitting
         waiting[group.combination] = waiting.get(group.combination, 0) + 1
     parts = []
     for c, bound in seats.bounds.items():

@@ -227,8 +227,9 @@ class Collator:
         self.timing.bytes_read += sum(r.nbytes for r in runs)
         bad: dict[int, KnitError] = {}
         for error, run in zip(errors, runs, strict=True):
-            if error is not None:
-                bad.update(dict.fromkeys(range(run.first, run.first + len(run.lengths)), error))
+            if error is not None:  # rows before the end of a file that is too short did arrive
+                arrived = np.cumsum(run.lengths) <= (error.found if isinstance(error, ShortRead) else -1)
+                bad.update(dict.fromkeys((run.first + np.flatnonzero(~arrived)).tolist(), error))
         self._verify(table, runs, draft.arena, bad)
         return self._judge(table, keys, bad)
 

@@ -13,9 +13,12 @@ from knit_data.infos import InfoTable, TrajectoryInfo, parse_attributes
 from knit_data.quotas import Combination
 from knit_data.trajectory import RESERVED
 
+# Reasons that end a group; counted in groups.
+ENDS = ("stale", "abandoned", "invalid", "oversize", "filtered", "no_loss_tokens")
 # Reasons of rows beside a whole group: the same again, the same id with other content, members too many, members of
-# a group that is trained or dropped already.
+# a group that is trained or dropped already; counted in trajectories.
 EXTRAS = ("duplicate", "conflict", "surplus", "late")
+REASONS = ENDS + EXTRAS  # statistics have all of them, always
 
 Keep = Callable[[list[TrajectoryInfo]], bool]
 Annotate = Callable[[list[TrajectoryInfo]], Mapping[str, Sequence[float]]]
@@ -27,7 +30,8 @@ class GroupPolicy:
 
     ``invalid`` (wrong size, an id with two contents, a missing or unquoted attribute) and ``oversize`` (a member
     above ``max_tokens``): "error" raises on every rank, "drop" drops the whole group and counts it; oversize "alone"
-    keeps it, each long trajectory in a micro-batch of its own. ``surplus``: of more than ``group_size`` members the
+    keeps it, each long trajectory in a micro-batch of its own; "truncate" keeps the first ``max_tokens`` tokens, fewer
+    where a medium would be cut. ``surplus``: of more than ``group_size`` members the
     "first" are kept, or "error". ``keep(infos) -> bool`` filters complete groups, ``annotate(infos) -> {name: [one
     float per member]}`` adds values at admission; both must be pure, a resume calls them again.
     """
@@ -46,7 +50,7 @@ class GroupPolicy:
             "incomplete": ("wait",),
             "invalid": ("error", "drop"),
             "surplus": ("first", "error"),
-            "oversize": ("error", "drop", "alone"),
+            "oversize": ("error", "drop", "alone", "truncate"),
         }
         for name, choices in allowed.items():
             if getattr(self, name) not in choices:
@@ -332,5 +336,5 @@ def _too_long(table: InfoTable, row: int, limit: int) -> str:
     info = table[row]
     return (
         f"trajectory {info.id!r} of group {info.group!r} has {info.n_tokens} tokens, the limit is {limit}. Raise "
-        "max_tokens_per_micro_batch, or choose GroupPolicy(oversize='drop') or 'alone'."
+        "max_tokens_per_micro_batch, or choose GroupPolicy(oversize=) 'drop', 'alone' or 'truncate'."
     )

@@ -179,7 +179,8 @@ class InfoTable(Table):
 
     Columns ``[N]``: writer, segment, item (where it is stored), segment_rows (rows of that segment), group_rows
     (members that put_group wrote together; 0: a lone put), policy_version, mean_policy_version, n_tokens,
-    loss_tokens, patches, mask_bytes (0: no stored loss_mask, 1: bool, 4: float32), ``value.<name>`` per scalar;
+    loss_tokens, patches, cut (1: shortened at admission), mask_bytes (0: no stored loss_mask, 1: bool, 4: float32),
+    ``value.<name>`` per scalar;
     ``[N, F]``: offsets (of the row's bytes in the segment file, per payload column), checksums (XXH3-64 of them).
     Ragged: id, group, attributes (canonical JSON), spans int64 [S, 3] (medium, start, length).
     """

@@ -16,14 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from knit_data.collate import Collator
 from knit_data.errors import InvalidArgument, UsageError
 from knit_data.exchange import Exchange
+from knit_data.groups import REASONS
 from knit_data.minibatch import MiniBatch
 from knit_data.planning import Layout, Padding, longest_that_fits
 from knit_data.prefetch import Prefetcher
 from knit_data.sampler import QuotaSampler
-from knit_data.share import REASONS, End, Follow, Lead
+from knit_data.share import End, Follow, Lead
 
 _SUMMED = (
-    *("tokens", "padded_tokens", "micro_batches", "padding_micro_batches"),
+    *("tokens", "padded_tokens", "micro_batches", "padding_micro_batches", "truncated"),
     *("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s", "wait_s"),
 )
 _names = itertools.count()
@@ -109,6 +110,7 @@ class TrajectoryLoader:
             raise UsageError(_CLOSED)
         # an earlier mini-batch that was not read through may hold back this one: do not wait for it
         ahead = self._last is not None and not self._last.done
+        began = time.perf_counter()
         if not ahead and not self.running().there(self._next):
             self._end()
             raise StopIteration
@@ -119,6 +121,7 @@ class TrajectoryLoader:
                 "list(loader) would never end."
             )
         mini = self._last = MiniBatch(self, self._next, self._era)
+        mini.waits["admit_wait_s"] += time.perf_counter() - began
         self._next += 1
         return mini
 

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from knit_data.batch import MicroBatch
 from knit_data.errors import UsageError
+from knit_data.groups import REASONS
 from knit_data.prefetch import Live, Prefetcher
-from knit_data.share import REASONS, Numbers
+from knit_data.share import Numbers
 
 _NOTHING = Numbers(-1, -1, -1, -1, False, 0, 0, 0)
 _COSTS = ("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s")
@@ -20,6 +21,7 @@ STATS = (
     "padded_tokens",
     "micro_batches",
     "padding_micro_batches",
+    "truncated",
     "imbalance",
     "waiting_groups",
     *(f"dropped/{reason}" for reason in REASONS),

@@ -34,6 +34,7 @@ from knit_data.quotas import Combination, Quotas, QuotaSeats
 from knit_data.staleness import Staleness
 from knit_data.store.store import Demand
 from knit_data.stream import TrajectoryStream
+from knit_data.truncate import truncated
 
 _SLICE = 0.05
 
@@ -118,6 +119,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             admitted = self.admit(_SLICE)
             if admitted is not None:
                 return admitted.mini
+            if self.stream.stopped:
+                raise UsageError("the stream was stopped while the sampler waited; reset() starts again.")
 
     def get_state(self) -> dict[str, Any]:
         return self._required().state()
@@ -216,7 +219,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             (head,) = store.heads([(writer, claim["name"] if claim else str(writer), segment)])
             if isinstance(head, KnitError):
                 raise head
-            tables.append(head[0].take(np.arange(first, first + count)))
+            tables.append(self._cut(head[0]).take(np.arange(first, first + count)))
         table = InfoTable.concat(tables)
         version = int(table.columns["policy_version"].min())
         return Group(table[0].group, table, (), version, 0)
@@ -258,12 +261,18 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             rows = self._required().open_rows(table)
             if len(rows) < len(table):
                 table = table.take(rows)
+            table = self._cut(table)
             if self.group_size != 1:
                 units = [table] if len(table) else []
             else:
                 units = [table.take(np.array([i])) for i in range(len(table))] if len(table) > 1 else [table]
             for unit in units:
                 self._offer(unit)
+
+    def _cut(self, table: InfoTable) -> InfoTable:
+        if self.policy.oversize != "truncate" or self.max_tokens is None:
+            return table
+        return truncated(self.stream.store, table, self.max_tokens)
 
     def _offer(self, table: InfoTable) -> None:
         """One group or lone row: of a name that is known already, or new."""
@@ -348,7 +357,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     def _incomplete(self) -> dict[Combination, int]:
         counts: dict[Combination, int] = {}
-        for members in self._assembler.incomplete.values():
+        for members in list(self._assembler.incomplete.values()):  # another thread may be assembling
             attributes = parse_attributes(members[0].ragged["attributes"].text(0))
             combination = tuple(attributes.get(a, "") for a in self.quotas.attributes)
             counts[combination] = counts.get(combination, 0) + 1

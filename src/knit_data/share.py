@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 
 from knit_data.exchange import END, SHARE, Exchange
+from knit_data.groups import REASONS
 from knit_data.infos import InfoTable
 from knit_data.ledger import Entry
 from knit_data.planning import Layout, Padding, Plan, plan
 from knit_data.sampler import Admitted, QuotaSampler
 from knit_data.staleness import statistics
-
-# Every reason for which groups, or lone rows, leave untrained; stats have all of them, always.
-REASONS = ("stale", "abandoned", "invalid", "oversize", "filtered", "no_loss_tokens", "duplicate", "late", "surplus")
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Share:
 
 @dataclass(frozen=True)
 class End:
-    """No mini-batch any more; what became of the groups that were not trained."""
+    """No mini-batch any more; what became of the groups that were not trained. ``dropped`` is by reason, see groups."""
 
     left_over: int
     dropped: Mapping[str, int]
@@ -198,6 +196,7 @@ def _counts(table: InfoTable, made: Plan) -> dict[str, float]:
         "padded_tokens": float(padded),
         "micro_batches": float(made.count),
         "padding_micro_batches": float(made.n_padding),
+        "truncated": float(table.columns["cut"].sum()),
         "imbalance": float(tokens.max(axis=1).sum() * made.ranks / max(padded, 1)),
     }
 

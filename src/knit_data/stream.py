@@ -104,6 +104,10 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
         """The end is known, whether or not it is reached."""
         return not self.follow or self._final is not None
 
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
     def firsts(self) -> dict[int, int]:
         """Per writer the segment that reading began with."""
         return {w: tail.first for w, tail in enumerate(self._tails)}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from contracts import HANG, running
 from makers import group, trajectory
-from places import Place, Sleeper, moments, reclaim, rows, timeless, watched
+from places import Place, Sleeper, Watched, moments, reclaim, rows, timeless, watched
 
 import knit_data as kd
 from knit_data.errors import (
@@ -187,6 +187,47 @@ def test_a_put_that_was_given_up_does_not_harm_the_next(place: Place) -> None:
         return backend.struck
 
     assert len(list(moments(run))) > 6
+
+
+class Retrying(Watched):
+    """A back end that tries again by itself after a lost reply, and then finds its own object."""
+
+    def create(self, key: str, parts: Any) -> bool:
+        made = self.__getattr__("create")(key, parts)
+        return made and not key.startswith("segments/")
+
+
+@pytest.mark.parametrize("seals", [False, True])
+def test_a_create_that_meets_its_own_object_has_succeeded(place: Place, seals: bool) -> None:
+    promised = set()
+
+    def run(at: int, when: str) -> bool:
+        place.renew()
+        store = place.open()
+        writer = store.writer("w")
+        sealer = place.open()
+        backend = Retrying(store.backend, at, when, sealer.seal if seals else lambda: None)
+        store.backend = backend  # type: ignore[assignment]
+        try:
+            kept = [info.id for info in writer.put_group(G1)]
+        except StoreClosed:
+            kept = []
+        assert place.ids() == kept
+        promised.add(len(kept))
+        return backend.struck
+
+    assert len(list(moments(run))) > 6
+    assert promised == ({0, 3} if seals else {3})
+
+
+def test_a_create_that_meets_its_own_reclaimed_object_is_made_again(place: Place) -> None:
+    store = place.open()
+    writer = store.writer("w")
+    writer.put(trajectory("settles", "s"))
+    backend = Retrying(store.backend, 1, "after", lambda: reclaim(place.open(), "w", 0, 2))
+    store.backend = backend  # type: ignore[assignment]
+    assert writer.put_group(G1)[0].address == (0, 2, 0)
+    assert place.ids() == ["one/0", "one/1", "one/2"]
 
 
 def test_a_name_that_was_reclaimed_before_its_reply_is_not_used_again(place: Place) -> None:

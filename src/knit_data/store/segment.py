@@ -326,6 +326,7 @@ def _located(table: InfoTable, bases: Mapping[str, tuple[int, str, list[int]]], 
         "segment": np.full(n, segment, np.int64),
         "item": np.arange(n, dtype=np.int32),
         "segment_rows": np.full(n, n, np.int32),
+        "cut": np.zeros(n, np.int8),
         "offsets": offsets,
     }
     return replace(table, columns=columns, media=_located_media(table.media, bases, writer, segment))

@@ -116,12 +116,12 @@ class TrajectoryStore(Catalogue):
         for f in table.schema.fields:
             if f.name in wanted:
                 shape = [info.n_tokens, *f.shape] if f.per_token else list(f.shape)
-                data = self._column(info, f.name, int(np.prod(shape)) * torch_dtype(f.dtype).itemsize)
+                data = self.column(info, f.name, int(np.prod(shape)) * torch_dtype(f.dtype).itemsize)
                 tensor = _tensor(data, f.dtype, shape)
                 (tokens if f.per_token else values)[f.name] = tensor
         mask_bytes = int(table.columns["mask_bytes"][row])
         if mask_bytes and "loss_mask" in wanted:
-            data = self._column(info, "loss_mask", info.n_tokens * mask_bytes)
+            data = self.column(info, "loss_mask", info.n_tokens * mask_bytes)
             tokens["loss_mask"] = _tensor(data, "BOOL" if mask_bytes == 1 else "F32", [info.n_tokens])
         mean = info.mean_policy_version
         return Trajectory(
@@ -141,7 +141,8 @@ class TrajectoryStore(Catalogue):
     def _name_of(self, writer: int) -> str:
         return str(self._required(f"writers/{writer}.json")["name"])
 
-    def _column(self, info: TrajectoryInfo, name: str, size: int) -> memoryview:
+    def column(self, info: TrajectoryInfo, name: str, size: int) -> memoryview:
+        """The first ``size`` bytes of a trajectory's column, which must be all of them; verified."""
         writer, segment, _ = info.address
         c = info.table.schema.names.index(name)
         key = self.segment_key(self._name_of(writer), segment)

@@ -114,31 +114,32 @@ class StoreWriter:
         with self._lock:
             self._refuse_if_closed()
             schema = self._agree(trajectories)
-            if self._unsure:
-                self._recover()
-            if (repeated := self._repeated(trajectories, grouped)) is not None:
-                return repeated
-            number = self._next
-            segment = encode(trajectories, writer=self._number, segment=number, grouped=grouped, session=self._session)
-            self._wait_for_room(segment.nbytes, timeout, trajectories[0])
-            check_schema(trajectories[0], self.store.settle(schema), "this store")
-            self._unsure = True
-            if self.store.backend.create(self.store.segment_key(self.name, number), segment.parts):
-                self._unsure = False
-                self._next += 1
-                self._remember(segment.table, number, segment.nbytes)
-                self._confirm(number)
-                return segment.table.infos()
-            # ours, if the back end tried again after a lost reply, or somebody else's: only the file can tell
-            self._recover()
-            infos = self._repeated(trajectories, grouped)
-            assert infos is not None
-            return infos
+            while True:
+                if self._unsure:
+                    self._recover()
+                if (repeated := self._repeated(trajectories, grouped)) is not None:
+                    return repeated
+                number = self._next
+                segment = encode(
+                    trajectories, writer=self._number, segment=number, grouped=grouped, session=self._session
+                )
+                self._wait_for_room(segment.nbytes, timeout, trajectories[0])
+                check_schema(trajectories[0], self.store.settle(schema), "this store")
+                self._unsure = True  # also if the name exists: ours, when the back end tried again, or a rival's
+                if self.store.backend.create(self.store.segment_key(self.name, number), segment.parts):
+                    self._unsure = False
+                    self._next += 1
+                    self._remember(segment.table, number, segment.nbytes)
+                    self._confirm(number)
+                    return segment.table.infos()
 
     def _recover(self) -> None:
         """After a create whose outcome is unknown: find out what arrived."""
+        before = self._next
         self._catch_up(owned=True)
         self._unsure = False
+        if self._next > before:
+            self._confirm(self._next - 1)
 
     def _agree(self, trajectories: Sequence[Trajectory]) -> Schema:
         """All trajectories of a store have one schema; the first put settles it."""
