@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from hypothesis import settings
 from places import Place, place_of
 
 # Tests contain no clocks: a slow machine must not fail a property.
-settings.register_profile("knit", deadline=None, print_blob=True)
+# On CI the examples are the same every time, so that a change is judged by what it changed.
+settings.register_profile("knit", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("knit")
 
 JOIN_SECONDS = 10  # for a thread that is on its way out; one that is not fails the test all the same

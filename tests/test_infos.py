@@ -122,6 +122,7 @@ def test_bytes_bring_back_the_table_and_the_note(parts: list[InfoTable], note: s
 @settings(max_examples=50)
 @given(tables(1), st.dictionaries(st.sampled_from(["len:x", "value.y", "é", "id", "media.z"]), st.just(0.5)))
 def test_annotations_of_any_name_are_values(parts: list[InfoTable], names: dict[str, float]) -> None:
+    names = {name: x for name, x in names.items() if name not in parts[0].value_names}  # admission refuses those
     table = parts[0].with_values({name: [i + x for i in range(len(parts[0]))] for name, x in names.items()})
     back, _ = InfoTable.from_bytes(table.to_bytes())
     for i, info in enumerate(back.infos()):

@@ -34,6 +34,7 @@ class MicroBatch(Mapping[str, Tensor]):
     rows: Tensor  # int32, per slot: which of infos it belongs to; len(infos) on padding
     masked: tuple[str, ...] = ()  # ids whose data was corrupt and is masked out
     media: tuple[Any, ...] = ()
+    restarts: bool = True  # position_ids rise by one inside each trajectory and only there
 
     def __getitem__(self, name: str) -> Tensor:
         try:
@@ -88,6 +89,14 @@ class MicroBatch(Mapping[str, Tensor]):
             positions = positions.movedim(-1, 0)
             if self.layout == "packed":
                 positions = torch.cat([self._restarting(positions.dtype)[None], positions])
+        if ids.dtype not in (torch.int32, torch.int64):
+            ids = ids.long()  # embeddings take no narrower ones
+        if self.layout == "packed" and not self.restarts:
+            raise InvalidArgument(
+                "model_inputs(): the stored position_ids do not restart at each packed trajectory, or do not rise by "
+                "one inside it, and nothing else keeps trajectories apart. Store positions that do, leave them out, "
+                "or use layout='padded'."
+            )
         if self.layout == "padded":
             inputs = {"input_ids": ids, "attention_mask": self.tensors["attention_mask"], "position_ids": positions}
             return {**inputs, "use_cache": False}

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,7 @@ from knit_data.store.segment import checksum, torch_dtype
 from knit_data.store.store import TrajectoryStore
 
 IGNORE = -100  # the label that cross entropy skips
+ROWS, MASKS = "\0rows", "\0masks"  # fields of our own; no column can have such a name
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,11 @@ class _Run:
     places: Array  # where each row's bytes go in the arena
     lengths: Array
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return int(self.lengths.sum())
 
-    @property
+    @cached_property
     def direct(self) -> bool:
         """End to end in the arena too."""
         return bool((self.places[:-1] + self.lengths[:-1] == self.places[1:]).all())
@@ -124,6 +126,7 @@ class Collator:
             place.at, size = size, -(-(size + place.nbytes) // ALIGN) * ALIGN
         draft = _Draft(places, *self.pool.lease(size))
         masked = self._fill(share, table, slots, draft)
+        restarts = _restarts(draft.views["position_ids"], draft.views[ROWS], len(table))
         owner = draft.owner.to(self.device)
         del draft  # its arrays must not outlive this call: the tensors alone hold the lease
         tensors = {n: _tensor(owner, p) for n, p in places.items() if not p.hidden}
@@ -135,8 +138,9 @@ class Collator:
             int(np.diff(_cumulative(slots, "packed")).max()),
             j + 1 == share.count,
             frozenset(per_token & tensors.keys()),
-            _tensor(owner, places["rows"]),
+            _tensor(owner, places[ROWS]),
             tuple(table[i].id for i in masked),
+            restarts=restarts,
         )
 
     # -- what and where ---------------------------------------------------------------------------------------------
@@ -154,13 +158,13 @@ class Collator:
         n = len(table)
         out = [_Place("labels", torch.int64, slots.shape), _Place("loss_mask", torch.float32, slots.shape)]
         out += [_Place("cu_seqlens", torch.int32, (len(_cumulative(slots, self.layout)),))]
-        out += [_Place("rows", torch.int32, (slots.total,), hidden=True)]
+        out += [_Place(ROWS, torch.int32, (slots.total,), hidden=True)]
         if self.layout == "padded":
             out.append(_Place("attention_mask", torch.int64, slots.shape))
         if "position_ids" not in table.schema.names:
             out.append(_Place("position_ids", torch.int64, slots.shape))
         if (table.columns["mask_bytes"] == 1).any():
-            out.append(_Place("mask_bytes", torch.uint8, (slots.total,), hidden=True))
+            out.append(_Place(MASKS, torch.uint8, (slots.total,), hidden=True))
         for f in table.schema.fields:
             if f.name in wanted:
                 lead = slots.shape if f.per_token else (n,)
@@ -178,12 +182,14 @@ class Collator:
         """Everything into the arena; the rows that were corrupt and are masked."""
         views = draft.views
         ids = views["input_ids"]
+        if self.padding.token_id > np.iinfo(ids.dtype).max:
+            raise InvalidArgument(f"Padding(token_id={self.padding.token_id}) does not fit input_ids of {ids.dtype}.")
         if not slots.full:
             for f in table.schema.fields:
                 if f.per_token and f.name in views:
                     views[f.name].view(np.uint8)[...] = 0
             ids.reshape(-1)[...] = self.padding.token_id
-        rows = views["rows"]
+        rows = views[ROWS]
         rows[...] = len(table)
         _spread(rows, slots, np.arange(len(table)))
         masked = self._read(share, table, slots, draft)
@@ -241,7 +247,7 @@ class Collator:
                 rows = (slots.starts, slots.lengths) if f.per_token else (np.arange(n), np.ones(n, np.int64))
                 jobs.append((f.name, c, rows[0] * f.row_bytes, rows[1] * f.row_bytes))
         mask_bytes = table.columns["mask_bytes"]
-        for width, name in ((1, "mask_bytes"), (4, "loss_mask")):
+        for width, name in ((1, MASKS), (4, "loss_mask")):
             if (mask_bytes == width).any():
                 lengths = np.where(mask_bytes == width, slots.lengths * width, 0)
                 jobs.append((name, len(names) - 1, slots.starts * width, lengths))
@@ -252,7 +258,7 @@ class Collator:
         names, sums = table.schema.names, table.columns["checksums"]
         data = arena.data
         for run in runs:
-            column = names.index("loss_mask" if run.name == "mask_bytes" else run.name)
+            column = names.index("loss_mask" if run.name == MASKS else run.name)
             wanted = sums[run.first : run.first + len(run.lengths), column].tolist()
             for i, (place, size, want) in enumerate(
                 zip(run.places.tolist(), run.lengths.tolist(), wanted, strict=True)
@@ -282,9 +288,9 @@ class Collator:
     def _masks(self, table: InfoTable, slots: Slots, views: dict[str, Array]) -> None:
         """The loss mask as float32, whichever way it is stored; 0 on padding and corrupt rows."""
         out, kind = views["loss_mask"].reshape(-1), table.columns["mask_bytes"]
-        row_kind = np.append(kind, -1)[views["rows"]]
-        if "mask_bytes" in views:
-            np.copyto(out, views["mask_bytes"] != 0, where=row_kind == 1)
+        row_kind = np.append(kind, -1)[views[ROWS]]
+        if MASKS in views:
+            np.copyto(out, views[MASKS] != 0, where=row_kind == 1)
         out[row_kind == 0] = 1.0
         out[row_kind == -1] = 0.0
         out[slots.starts] = 0.0
@@ -371,10 +377,19 @@ def _positions(out: Array, slots: Slots, layout: Layout) -> None:
         out[~real] = 0
 
 
+def _restarts(positions: Array, rows: Array, n: int) -> bool:
+    """Whether positions alone tell trajectories apart: rising by one inside each, and not into the next."""
+    if positions.ndim > 2 or positions.size != len(rows):
+        return True  # several axes: the caller adds the row that does
+    steps, inside = np.diff(positions.reshape(-1)), (rows[:-1] == rows[1:]) & (rows[:-1] < n)
+    begins = (rows[:-1] != rows[1:]) & (rows[1:] < n)
+    return bool((steps[inside] == 1).all() and not (steps[begins] == 1).any())
+
+
 def _labels(views: dict[str, Array], slots: Slots) -> None:
     """``input_ids`` one to the left inside a trajectory, where the loss mask of the label is not 0."""
     labels, ids = views["labels"].reshape(-1), views["input_ids"].reshape(-1)
-    mask, rows, n = views["loss_mask"].reshape(-1), views["rows"], len(slots.lengths)
+    mask, rows, n = views["loss_mask"].reshape(-1), views[ROWS], len(slots.lengths)
     labels[...] = IGNORE
     use = (rows[:-1] == rows[1:]) & (rows[:-1] < n) & (mask[1:] != 0)
     np.copyto(labels[:-1], ids[1:], where=use)

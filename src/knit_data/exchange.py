@@ -5,8 +5,9 @@ look for theirs every few milliseconds, ever more slowly while they wait, and ne
 over all ranks. No collective, no pickle, no long wait inside the store's client, which is a mutex.
 
     m/<g>/<i>/<r>   message of mini-batch i for data-parallel rank r        read/<g>/<rank>  last i that rank has
-    late/<g>/<i>    rank 0 still waits for data: hand i out unseen           want/<g>         smallest i a rank asks for
-    start/<g>       digest of the state that rank 0 starts from             bye/<rank>       rank has closed
+    late/<g>/<i>    rank 0 still waits for data: hand i out unseen           want/<g>/<i>     a rank asks for i
+    start           g, and digest of the state that rank 0 starts from      bye/<rank>       rank has closed
+    hello/<rank>    the same of another rank
     error/<g>       what failed on a rank, for those that still read; of rank 0 also a message, for the next admission
 
 g counts the restarts by ``load_state_dict``.
@@ -21,7 +22,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Exchange:
         self.generation = 0
         self._published = self._late = -1
         self._failed = False  # the last message was an error
+        self._start, self._strangers = "", set[int]()
         self._unread: list[str] = []
         self._pause, self._next_look = _FASTEST, 0.0
         self._server: TCPStore | None = None
@@ -60,9 +62,11 @@ class Exchange:
     # -- rank 0 -----------------------------------------------------------------------------------------------------
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Rank 0 says what it starts from; the others check that theirs is the same."""
-        if self.world > 1 and self.rank == 0:
-            self._set(f"start/{self.generation}", _digest(state))
+        """Every rank says what it starts from; see ``compare``."""
+        self._start = f"{self.generation} {_hash(json.dumps(state, sort_keys=True))}"
+        self._strangers = set(range(1, self.world)) if self.rank == 0 else {0}
+        if self.world > 1:
+            self._set(f"hello/{self.rank}" if self.rank else "start", self._start.encode())
 
     def publish(self, i: int, messages: Sequence[bytes]) -> None:
         """Message r goes to data-parallel rank r; a single message to all."""
@@ -89,11 +93,9 @@ class Exchange:
     def was_late(self, i: int) -> bool:
         return self._late == i
 
-    def wanted(self) -> int:
-        """The furthest mini-batch that another rank asked for; -1 if none did."""
-        if self.world == 1 or not self._check(f"want/{self.generation}"):
-            return -1
-        return int(self._get(f"want/{self.generation}"))
+    def wanted(self, i: int) -> bool:
+        """Whether another rank asked for mini-batch i."""
+        return self.rank == 0 and self.world > 1 and self._check(f"want/{self.generation}/{i}")
 
     # -- the others -------------------------------------------------------------------------------------------------
 
@@ -118,23 +120,37 @@ class Exchange:
         """Whether rank 0 handed i out before it was admitted."""
         return self._check(f"late/{self.generation}/{i}")
 
-    def want(self, i: int) -> None:
-        """This rank needs mini-batch i although rank 0 may not have come to it. For the calling thread."""
+    def want(self, numbers: Iterable[int]) -> None:
+        """This rank needs these mini-batches although rank 0 may not have come to them. For the calling thread."""
         if self.world > 1 and self.rank:
-            with contextlib.suppress(RankError):  # rank 0 gave i and closed since, or the thread will say so
-                self._set(f"want/{self.generation}", str(i).encode(), self._caller)
+            with contextlib.suppress(RankError):  # rank 0 gave them and closed since, or the thread will say so
+                for i in numbers:
+                    self._set(f"want/{self.generation}/{i}", b"1", self._caller)
 
-    def compare(self, state: Mapping[str, Any]) -> bool:
-        """Whether rank 0 has begun; raises if it began from another state."""
-        key = f"start/{self.generation}"
-        if not self._check(key):
-            return False
-        if self._get(key) != _digest(state):
-            raise RankError(
-                f"rank {self.rank} starts from another state than global rank 0; load the same state_dict on every "
-                "rank before the first mini-batch."
-            )
-        return True
+    def compare(self) -> bool:
+        """Whether every rank that this one hears of starts from its own state; raises if one does not.
+
+        Rank 0 hears of all, the others of rank 0. Nobody waits: a rank that has not begun is asked again later.
+        """
+        for rank in sorted(self._strangers):
+            key = f"hello/{rank}" if rank else "start"
+            if not self._check(key):
+                continue
+            theirs = self._get(key).decode()
+            if theirs == self._start:
+                self._strangers.discard(rank)
+            elif rank or int(theirs.split()[0]) >= self.generation:  # else rank 0 has not come to this restart yet
+                raise self._other_start(rank or self.rank, theirs)
+        return not self._strangers
+
+    def _other_start(self, rank: int, theirs: str) -> RankError:
+        error = RankError(
+            f"rank {rank} starts from another state than global rank 0; load the same state_dict on every rank before "
+            "the first mini-batch."
+        )
+        for generation in {int(theirs.split()[0]), self.generation}:
+            self._set(f"error/{generation}", _describe(error))
+        return error
 
     # -- all --------------------------------------------------------------------------------------------------------
 
@@ -346,10 +362,6 @@ def _on_any_backend(data: torch.Tensor, collective: Callable[[torch.Tensor], Any
         data = data.to(torch.device("cuda", torch.cuda.current_device()))
         collective(data)
     return data.cpu()
-
-
-def _digest(state: Mapping[str, Any]) -> bytes:
-    return _hash(json.dumps(state, sort_keys=True)).encode()
 
 
 def _hash(text: str) -> str:

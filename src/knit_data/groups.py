@@ -11,7 +11,7 @@ import xxhash
 from knit_data.errors import InvalidArgument, InvalidGroup
 from knit_data.infos import InfoTable, TrajectoryInfo, parse_attributes
 from knit_data.quotas import Combination
-from knit_data.trajectory import RESERVED
+from knit_data.trajectory import PER_TOKEN, RESERVED
 
 # Reasons that end a group; counted in groups.
 ENDS = ("stale", "abandoned", "invalid", "oversize", "filtered", "no_loss_tokens")
@@ -238,7 +238,7 @@ def annotated(group: Group, annotate: Annotate | None) -> InfoTable:
     if annotate is None:
         return group.table
     added = annotate(group.table.infos())
-    taken = {*group.table.schema.names, *group.table.value_names, *RESERVED}
+    taken = {*group.table.schema.names, *group.table.value_names, *RESERVED, *PER_TOKEN}
     for name, values in added.items():
         if name in taken:
             raise InvalidArgument(f"annotate adds {name!r}, which is a stored value or column; choose another name.")

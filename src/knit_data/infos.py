@@ -1,7 +1,8 @@
 """What is known of trajectories without reading them: a columnar table, and its rows.
 
 Everything that admission, planning and the loss denominator need is here, so that they touch no payload. The table
-stays columnar from file to rank: 8,192 rows as JSON held the interpreter lock for 193 ms, as columns 1.3 ms.
+stays columnar from file to rank: the same rows as JSON hold the interpreter lock many times longer, which
+benchmarks/bench_exchange.py measures.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ class InfoTable(Table):
 
     @property
     def value_names(self) -> list[str]:
-        return [k[len("value.") :] for k in self.columns if k.startswith("value.")]
+        return sorted(k[len("value.") :] for k in self.columns if k.startswith("value."))
 
     def fingerprints(self) -> list[int]:
         """64 bits per row over everything but its address: equal for two puts of equal content."""

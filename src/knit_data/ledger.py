@@ -139,12 +139,14 @@ class Ledger:
 
     def _advance(self, writer: int, first: int) -> None:
         """The cursor: past what is done, and at least ``first``."""
-        at, segments = max(first, self._next.get(writer, 0)), self._done.get(writer, {})
+        at, segments = self._next.get(writer, 0), self._done.get(writer, {})
+        if first > at:
+            at = first
+            self._done[writer] = segments = {n: v for n, v in segments.items() if n >= at}
         while at in segments and segments[at][1] is None:
+            del segments[at]
             at += 1
         self._next[writer] = at
-        for segment in [n for n in segments if n < at]:
-            del segments[segment]
 
     # -- state ------------------------------------------------------------------------------------------------------
 

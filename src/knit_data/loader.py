@@ -83,9 +83,13 @@ class TrajectoryLoader:
         self._exhausted = False
         self._era = 0  # one more after every load_state_dict: mini-batches handed out before it are over
         self._rewind()
+        self._zero()
+        _live_loaders.add(self)
+
+    def _zero(self) -> None:
+        self._before = dict(self._ledger.dropped)  # by the runs that the state comes from
         self._totals = dict.fromkeys([*_SUMMED, *(f"dropped/{r}" for r in REASONS)], 0.0)
         self._totals |= dict.fromkeys(["mini_batches", "groups", "trajectories", "loss_tokens", "left_over"], 0.0)
-        _live_loaders.add(self)
 
     def _rewind(self) -> None:
         self._next = 0  # what next() hands out
@@ -128,7 +132,11 @@ class TrajectoryLoader:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Covers the mini-batches iterated to their end; small, JSON-able, equal on all ranks, of any rank count."""
+        """Covers the mini-batches iterated to their end; small, JSON-able, equal on all ranks, of any rank count.
+
+        It remembers the groups of the staleness window, 40 bytes each; without ``max_staleness`` all of them, 8 bytes
+        each.
+        """
         self._settle(self._next)
         return self._ledger.state()
 
@@ -139,19 +147,20 @@ class TrajectoryLoader:
         """
         ledger = self.sampler.new_ledger()
         ledger.load(state)
-        if self._running is not None:
-            self._halt()
-            self._exchange.restart()
+        self._halt()
+        self._exchange.restart()
         self._ledger, self._state = ledger, dict(state)
         self._exhausted, self._ended = False, None
         self._era += 1
         self._rewind()
+        self._zero()
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> dict[str, float]:
-        """Running totals of this rank; groups dropped and left over are final once the stream ended or after close."""
+        """Running totals since this loader was built or given a state. Reading is this rank's own; groups dropped and
+        left over are final once the stream ended, on global rank 0 also after ``close``."""
         return dict(self._totals)
 
     # -- closing ----------------------------------------------------------------------------------------------------
@@ -186,7 +195,8 @@ class TrajectoryLoader:
                 self._begin()
                 admit: Any = Lead(self.sampler, self._exchange, self.max_tokens, self.layout, self.padding)
             else:
-                admit = Follow(self._exchange, self._ledger.state())
+                self._exchange.begin(self._ledger.state())
+                admit = Follow(self._exchange)
             collate = Collator(
                 self.sampler.stream.store, self.layout, self.padding, self.device, self.fields, self.on_corrupt
             )
@@ -196,6 +206,11 @@ class TrajectoryLoader:
 
     def _begin(self) -> None:
         try:
+            if self._state is None and self.sampler.used:
+                raise UsageError(
+                    "this sampler has admitted mini-batches already, for another loader or by next(); build a new "
+                    "stream and sampler, and go on with load_state_dict(state)."
+                )
             self.sampler.reset(self._state)
             self._ledger = self.sampler.new_ledger()
             self._ledger.load(self.sampler.get_state())
@@ -288,7 +303,7 @@ class TrajectoryLoader:
         self._ended = end
         self._totals["left_over"] = float(end.left_over)
         for reason, groups in end.dropped.items():
-            self._totals[f"dropped/{reason}"] = float(groups)
+            self._totals[f"dropped/{reason}"] = float(groups - self._before.get(reason, 0))
 
     def _config(self) -> dict[str, Any]:
         sampler = self.sampler

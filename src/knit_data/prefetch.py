@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -39,9 +38,10 @@ class Live:
     """A mini-batch between admission and its end."""
 
     share: Share
-    ready: deque[MicroBatch] = field(default_factory=deque)
+    ready: dict[int, MicroBatch] = field(default_factory=dict)
     read: int = 0  # micro-batches read, or being read, for the training pass
     handed: int = 0
+    dropped: bool = False
     cost: dict[str, float] = field(default_factory=dict)
 
 
@@ -98,26 +98,26 @@ class Prefetcher:
     def micro(self, i: int, j: int) -> MicroBatch:
         """Micro-batch j of the training pass; call in order."""
         live = self._minis[i]
-        with self._turn:
-            if live.ready:
-                live.handed = j + 1
-                self._turn.notify_all()
-                return live.ready.popleft()
-        out = self._fetch(_Need(i, j))
+        if j not in live.ready:
+            self._fetch(_Need(i, j))
         with self._turn:
             live.handed = j + 1
             self._turn.notify_all()
-        return out
+            return live.ready.pop(j)  # last: an interrupt before it loses nothing, one after it has it read again
 
     def extra(self, i: int, j: int, fields: frozenset[str] | None) -> MicroBatch:
         """Micro-batch j of another pass, read again."""
-        return self._fetch(_Need(i, j, True, fields))
+        need = _Need(i, j, True, fields)
+        self._fetch(need)
+        assert need.result is not None
+        return need.result
 
     def drop(self, i: int) -> None:
         """Mini-batch i is over: nothing of it is read any more."""
         with self._turn:
             live = self._minis[i]
             live.read = live.handed = live.share.count
+            live.dropped = True
             live.ready.clear()
             self._turn.notify_all()
 
@@ -149,34 +149,31 @@ class Prefetcher:
         with self._turn:
             if i < self._admitted or self._end is not None:
                 return
-            ahead = i > self._asked
+            fresh = range(self._asked + 1, i + 1)
             self._asked = max(self._asked, i)
             self._turn.notify_all()
-        if ahead:
-            self._exchange.want(i)
+        self._exchange.want(fresh)
 
     def _ended(self) -> End:
         assert self._end is not None
         return self._end
 
-    def _fetch(self, need: _Need) -> MicroBatch:
+    def _fetch(self, need: _Need) -> None:
         with self._turn:
             self._need = need
             self._turn.notify_all()
         try:
-            self._until(lambda: need.result is not None or need.error is not None or self._buffered(need))
+            self._until(lambda: self._served(need))
         finally:
             with self._turn:
                 self._need = None
-        with self._turn:
-            if need.error is not None:
-                raise need.error
-            if need.result is None:  # the thread had it under way as read-ahead
-                return self._minis[need.mini].ready.popleft()
-            return need.result
+        if need.error is not None:
+            raise need.error
 
-    def _buffered(self, need: _Need) -> bool:
-        return not need.extra and bool(self._minis[need.mini].ready)
+    def _served(self, need: _Need) -> bool:
+        if need.extra:
+            return need.result is not None or need.error is not None
+        return need.micro in self._minis[need.mini].ready
 
     def _until(self, true: Callable[[], bool]) -> None:
         """Wait for the thread, or work oneself, until it is true; raises what went wrong there."""
@@ -201,8 +198,9 @@ class Prefetcher:
 
     def _step(self) -> None:
         """Do the most urgent thing; without one, wait a little."""
+        job: _Need | int | None = None
         try:
-            wanted = self._exchange.wanted() if self._exchange.rank == 0 else -1
+            wanted = self._exchange.wanted(self._admitted)
             with self._turn:
                 job = self._choose(wanted)
                 if job is None and not self._stop:
@@ -212,19 +210,22 @@ class Prefetcher:
             elif job is not None:
                 self._try_admit(job, wanted)
         except BaseException as e:
+            if self._thread is None and isinstance(job, _Need) and not isinstance(e, Exception):
+                raise  # Ctrl-C in the caller's own read: nothing was decided, the next call reads again
             self._exchange.report(e)
             with self._turn:
                 self._error, self._trace = e, e.__traceback__
                 self._turn.notify_all()
 
-    def _choose(self, wanted: int) -> _Need | int | None:
+    def _choose(self, wanted: bool) -> _Need | int | None:
         need = self._need
-        if need is not None and need.result is None and need.error is None and not self._buffered(need):
+        if need is not None and not self._served(need):
             if not need.extra:
-                self._minis[need.mini].read = need.micro + 1
+                live = self._minis[need.mini]
+                live.read = max(live.read, need.micro + 1)
             return need
         going = self._end is None
-        if going and max(self._asked, wanted) >= self._admitted:
+        if going and (wanted or self._asked >= self._admitted):
             return self._admitted
         if sum(len(m.ready) for m in self._minis.values()) < self._depth:
             for i, live in self._minis.items():
@@ -254,16 +255,16 @@ class Prefetcher:
         with self._turn:
             for name, a, b in zip(("read_s", "verify_s", "bytes_read", "masked"), before, after, strict=True):
                 live.cost[name] = live.cost.get(name, 0.0) + (b - a)
-            if need is self._need:
+            if need.extra:
                 need.result = micro
-            elif not need.extra and live.handed < live.share.count:
-                live.ready.append(micro)
+            elif not live.dropped:
+                live.ready[need.micro] = micro
             self._turn.notify_all()
         del micro  # this frame must not keep the last batch's lease alive
 
-    def _try_admit(self, i: int, wanted: int) -> None:
+    def _try_admit(self, i: int, wanted: bool) -> None:
         self._exchange.check_peers()
-        needed = max(self._asked, wanted) >= i
+        needed = wanted or self._asked >= i
         result = self._admit(i, _SLICE, needed)
         with self._turn:
             if isinstance(result, Share):

@@ -151,6 +151,11 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     # -- for the loader ---------------------------------------------------------------------------------------------
 
+    @property
+    def used(self) -> bool:
+        """Whether a mini-batch was admitted since the sampler was built."""
+        return self._ledger is not None and self._ledger.progress != Progress()
+
     def limit_tokens(self, longest: int) -> None:
         """The loader's cap: no trajectory may be longer than what fits, unless oversize is "alone"."""
         asked = self.policy.max_tokens
@@ -169,7 +174,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             "group_size": self.group_size,
             "epochs": self.sizes.epochs,
             "seed": self.seed,
-            "quotas": {"/".join(c): str(b) for c, b in self.quotas.bounds().items()},
+            "quotas": {f"{a}={v}": str(b) for a in self.quotas.attributes for (v,), b in self.quotas.bounds().items()},
         }
         return Ledger(self.stream.store.id, terms, remember_all=self.staleness is None)
 
@@ -323,6 +328,12 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         admission, ledger = self._admission, self._required()
         before = admission.progress
         tables = [annotated(group, self.policy.annotate) for group in chosen]
+        for group, table in zip(chosen, tables, strict=True):
+            if table.value_names != tables[0].value_names:
+                raise InvalidGroup(
+                    f"annotate gave group {group.name!r} the values {table.value_names}, group {chosen[0].name!r} "
+                    f"{tables[0].value_names}; it must return the same names for every group."
+                )
         index, is_last = admission.commit(chosen)
         fresh = chosen if before.epoch == 0 else []
         runs = runs_of([*(g.table for g in fresh), *(d.table for d in self._drops)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -103,6 +102,7 @@ class Lead:
     def __call__(self, i: int, timeout: float, needed: bool) -> Share | End | None:
         """Mini-batch i, or None if it cannot be admitted within ``timeout`` seconds. An error reaches all ranks."""
         try:
+            self.exchange.compare()
             admitted = self.sampler.admit(timeout, needed)
             if admitted is None:
                 return None
@@ -173,12 +173,11 @@ class Lead:
 class Follow:
     """Every other rank: receives its share."""
 
-    def __init__(self, exchange: Exchange, state: Mapping[str, Any]) -> None:
-        self.exchange, self._state, self._compared = exchange, state, False
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
 
     def __call__(self, i: int, _timeout: float, _needed: bool) -> Share | End | None:
-        if not self._compared:
-            self._compared = self.exchange.compare(self._state)
+        self.exchange.compare()
         message = self.exchange.receive(i)
         if message is None:
             return None

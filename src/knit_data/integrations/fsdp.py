@@ -12,8 +12,8 @@ def sum_gradients(model: nn.Module) -> None:
     """Make every FSDP2 unit of ``model`` sum gradients over ranks instead of averaging them.
 
     The loss is divided by ``mini.loss_tokens``, which counts over all ranks, so the sum is the gradient of the whole
-    mini-batch. ``set_gradient_divide_factor(1.0)`` alone fails on gloo; forced sum reduction works there as well, and
-    under HSDP. Call it after ``fully_shard``.
+    mini-batch. ``set_gradient_divide_factor(1.0)`` alone fails on gloo; forced sum reduction works there as well.
+    Call it after ``fully_shard``.
     """
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not units:
