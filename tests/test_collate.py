@@ -608,3 +608,51 @@ def test_positions_of_three_axes_in_a_transformers_model(layout):
                     # float32, another order of summation
                     found = hidden[start : start + info.n_tokens]
                     torch.testing.assert_close(found, alone.last_hidden_state[0], atol=1e-5, rtol=1e-5)
+
+
+# -- names, positions and narrow ids -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rows", "mask_bytes", "masks", "tensors"])
+def test_a_column_may_have_any_name_that_is_not_computed(name):
+    tokens = {
+        "input_ids": torch.tensor([5, 6, 7]),
+        name: torch.tensor([1, 2, 3]),
+        "loss_mask": torch.tensor([0, 0, 1.0]),
+    }
+    store = kd.TrajectoryStore("memory://")
+    with store.writer("w") as writer:
+        writer.put_group([trajectory("a", "a", tokens=tokens)])
+    store.seal()
+    with one_batch(store, 1, 16) as run:
+        (micro,) = next(run)
+    assert micro["labels"].tolist() == [-100, 7, -100] and micro[name].tolist() == [1, 2, 3]
+
+
+def test_packed_positions_that_do_not_tell_trajectories_apart_reach_no_model():
+    store = kd.TrajectoryStore("memory://")
+    with store.writer("w") as writer:
+        for name, start in (("a", 0), ("b", 3)):
+            tokens = {"input_ids": torch.tensor([5, 6, 7]), "position_ids": torch.arange(start, start + 3)}
+            writer.put_group([trajectory(name, name, tokens=tokens)])
+    store.seal()
+    with one_batch(store, 2, 16) as run:
+        (micro,) = next(run)
+        with pytest.raises(kd.InvalidArgument, match="do not restart"):
+            micro.model_inputs()
+    with one_batch(store, 2, 16, {"layout": "padded"}) as run:
+        (micro,) = next(run)
+        assert micro.model_inputs()["position_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_narrow_ids_are_widened_for_a_model_and_bound_the_pad_id():
+    store = kd.TrajectoryStore("memory://")
+    with store.writer("w") as writer:
+        writer.put_group([trajectory("a", "a", tokens={"input_ids": torch.tensor([5, 6, 7], dtype=torch.int16)})])
+    store.seal()
+    with one_batch(store, 1, 16) as run:
+        (micro,) = next(run)
+    assert micro["input_ids"].dtype == torch.int16 and micro.model_inputs()["input_ids"].dtype == torch.int64
+    with one_batch(store, 1, 16, {"padding": kd.Padding(token_id=50_000)}) as run:
+        with pytest.raises(kd.InvalidArgument, match=r"token_id=50000.*int16"):
+            list(next(run))

@@ -785,3 +785,60 @@ def masked_out(last: int = 0) -> dict[str, torch.Tensor]:
         "logprobs": torch.zeros(3),
         "loss_mask": torch.tensor([0.0, 0.0, last]),
     }
+
+
+@DEPTHS
+def test_an_interrupted_hand_out_is_repeated_in_order(prefetch, monkeypatch):
+    with loader(fill(kd.TrajectoryStore("memory://"), 8), 32, options={"prefetch": prefetch}) as run:
+        with loader(fill(kd.TrajectoryStore("memory://"), 8), 32) as straight:
+            want = [[i.id for i in micro.infos] for micro in next(straight)]
+        mini = next(run)
+        mini.loss_tokens  # noqa: B018  # admitted
+        passing, seen = iter(mini), []
+        take = type(run.running()).micro
+        raised = set()
+
+        def interrupted(self, i, j):
+            out = take(self, i, j)
+            if j not in raised:  # after the answer, before the caller has it
+                raised.add(j)
+                raise KeyboardInterrupt
+            return out
+
+        monkeypatch.setattr(type(run.running()), "micro", interrupted)
+        while True:
+            try:
+                seen.append([i.id for i in next(passing).infos])
+            except KeyboardInterrupt:
+                continue
+            except StopIteration:
+                break
+    assert seen == want and len(raised) == len(want) > 1
+
+
+def test_a_second_loader_needs_a_sampler_of_its_own():
+    made = sampler(fill(kd.TrajectoryStore("memory://"), 8))
+    with kd.TrajectoryLoader(made, 64, device="cpu") as run:
+        list(next(run))
+        state = run.state_dict()
+    with kd.TrajectoryLoader(made, 64, device="cpu") as again:
+        with pytest.raises(kd.UsageError, match="admitted mini-batches already"):
+            next(again)
+    with kd.TrajectoryLoader(made, 64, device="cpu") as again:
+        again.load_state_dict(state)
+        assert [read_through(mini)[0] for mini in again] == [1, 2, 3]
+
+
+def test_the_stats_of_a_resumed_loader_are_its_own():
+    store = fill(kd.TrajectoryStore("memory://"), 8)
+    groups = kd.GroupPolicy(keep=lambda infos: not infos[0].group.endswith("3"))
+    size = {"train_batch_size": 2, "groups": groups}
+    with loader(store, **size) as run:
+        list(next(run))
+        state = run.state_dict()
+        assert state["dropped"] == {"filtered": 1}
+    with loader(store, **size) as run:
+        run.load_state_dict(state)
+        for mini in run:
+            list(mini)
+        assert run.stats["dropped/filtered"] == 0 and run.stats["groups"] == 4

@@ -332,6 +332,40 @@ def test_ranks_with_other_states_are_told(tmp_path, two, who):
         assert error[0] == "RankError" and "rank 1 starts from another state than global rank 0" in error[1]
 
 
+def loading_after_a_start(rank: int, _world: int, url: str) -> Any:
+    with loader(kd.TrajectoryStore(url)) as run:
+        read_through(next(run))
+        state = run.state_dict()
+    with loader(kd.TrajectoryStore(url)) as run:
+        if rank == 0:
+            next(run)  # starts this rank's thread
+        run.load_state_dict(state)
+        return [read_through(mini)[0] for mini in run]
+
+
+def test_a_state_loaded_after_one_rank_has_started_reaches_all(tmp_path, two):
+    fill(kd.TrajectoryStore(tmp_path), 24)
+    assert two.run(loading_after_a_start, str(tmp_path)) == [list(range(1, 12))] * 2
+
+
+def asking(rank: int, world: int) -> list[bool]:
+    end = exchange.Exchange(None, None, {})
+    if rank == 1:
+        end.want(range(4))
+    dist.barrier()
+    if rank == 2:
+        end.want(range(2))
+    dist.barrier()
+    out = [end.wanted(i) for i in range(5)]
+    dist.barrier()
+    end.close()
+    return out
+
+
+def test_what_several_ranks_ask_for_adds_up(three):
+    assert three.run(asking)[0] == [True, True, True, True, False]
+
+
 # -- closing, and dying ------------------------------------------------------------------------------------------------
 
 

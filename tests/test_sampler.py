@@ -368,3 +368,22 @@ def test_a_store_whose_first_segments_are_gone(started: bool) -> None:
     resumed = sampler(store)
     resumed.reset(states[0])
     assert rest_of(resumed) == (steps[1:], states[1:])
+
+
+def test_annotations_have_the_same_names_for_every_group():
+    def sometimes(infos: list[kd.TrajectoryInfo]) -> dict[str, list[float]]:
+        return {"bonus": [0.0] * len(infos)} if infos[0].group.endswith("1") else {}
+
+    made = sampler(fill(memory(), 8), groups=kd.GroupPolicy(annotate=sometimes))
+    with pytest.raises(kd.InvalidGroup, match="the same names for every group"):
+        made.next()
+
+
+def test_a_state_of_another_quota_attribute_is_refused():
+    store = fill(memory(), 8)
+    state = None
+    made = sampler(store, quotas={"source": {"math": 4, "code": 4}})
+    made.next()
+    state = made.get_state()
+    with pytest.raises(kd.StateError, match="quotas"):
+        sampler(store, quotas={"domain": {"math": 4, "code": 4}}).reset(state)
