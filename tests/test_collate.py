@@ -610,7 +610,7 @@ def test_positions_of_three_axes_in_a_transformers_model(layout):
                     torch.testing.assert_close(found, alone.last_hidden_state[0], atol=1e-5, rtol=1e-5)
 
 
-# -- names, positions and narrow ids -------------------------------------------------------------------------------------
+# -- names, positions and narrow ids -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["rows", "mask_bytes", "masks", "tensors"])

@@ -127,10 +127,11 @@ class Exchange:
                 for i in numbers:
                     self._set(f"want/{self.generation}/{i}", b"1", self._caller)
 
-    def compare(self) -> bool:
-        """Whether every rank that this one hears of starts from its own state; raises if one does not.
+    def compare(self, training: bool) -> None:
+        """Raises if another rank starts from another state; rank 0 hears of all, the others of rank 0.
 
-        Rank 0 hears of all, the others of rank 0. Nobody waits: a rank that has not begun is asked again later.
+        Nobody waits: a rank that has not begun is looked at again later. On rank 0 another may be a restart ahead, as
+        long as no micro-batch was handed out here (``training``): this rank may load the same state yet.
         """
         for rank in sorted(self._strangers):
             key = f"hello/{rank}" if rank else "start"
@@ -139,9 +140,10 @@ class Exchange:
             theirs = self._get(key).decode()
             if theirs == self._start:
                 self._strangers.discard(rank)
-            elif rank or int(theirs.split()[0]) >= self.generation:  # else rank 0 has not come to this restart yet
+                continue
+            ahead = int(theirs.split()[0]) - self.generation
+            if ahead == 0 or (ahead > 0 and (training or self.rank)):
                 raise self._other_start(rank or self.rank, theirs)
-        return not self._strangers
 
     def _other_start(self, rank: int, theirs: str) -> RankError:
         error = RankError(
@@ -150,6 +152,7 @@ class Exchange:
         )
         for generation in {int(theirs.split()[0]), self.generation}:
             self._set(f"error/{generation}", _describe(error))
+        _mark_told(error)
         return error
 
     # -- all --------------------------------------------------------------------------------------------------------

@@ -200,6 +200,7 @@ class Prefetcher:
         """Do the most urgent thing; without one, wait a little."""
         job: _Need | int | None = None
         try:
+            self._exchange.compare(training=any(m.handed for m in self._minis.values()))
             wanted = self._exchange.wanted(self._admitted)
             with self._turn:
                 job = self._choose(wanted)

@@ -102,7 +102,6 @@ class Lead:
     def __call__(self, i: int, timeout: float, needed: bool) -> Share | End | None:
         """Mini-batch i, or None if it cannot be admitted within ``timeout`` seconds. An error reaches all ranks."""
         try:
-            self.exchange.compare()
             admitted = self.sampler.admit(timeout, needed)
             if admitted is None:
                 return None
@@ -177,7 +176,6 @@ class Follow:
         self.exchange = exchange
 
     def __call__(self, i: int, _timeout: float, _needed: bool) -> Share | End | None:
-        self.exchange.compare()
         message = self.exchange.receive(i)
         if message is None:
             return None
