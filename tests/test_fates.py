@@ -128,7 +128,7 @@ def test_what_is_too_old_to_come_again_is_forgotten() -> None:
     made = sampler(store, train_batch_size=1, mini_batch_size=1, group_size=2, max_staleness=2)
     for _ in range(6):
         made.next()
-    ledger = made.new_ledger()
+    ledger = made.ledger_of()
     ledger.load(made.get_state())
     assert sorted(version for _, version, _, _ in ledger.seen.values()) == [4, 5], "the next batch begins at step 6"
 

@@ -65,7 +65,8 @@ def test_a_mini_batch_may_be_read_before_an_earlier_one(prefetch):
     with loader(filled(8), options={"prefetch": prefetch}) as run:
         first, second = next(run), next(run)
         assert read_through(second) == want[1]
-        assert run.state_dict() == run.sampler.new_ledger().state()  # nothing before it is consumed
+        with pytest.raises(kd.UsageError, match=r"before number 1 .* abandon"):
+            run.state_dict()  # a resume would train it again
         assert read_through(first) == want[0]
         assert run.state_dict()["progress"][2] == 2
         assert [read_through(mini) for mini in run] == want[2:]
@@ -276,7 +277,7 @@ def test_an_exhausted_loader_says_so_when_iterated_again(prefetch):
                 next(run)
             with pytest.raises(kd.UsageError, match="stream has ended and was iterated to its end"):
                 iter(run)
-        run.load_state_dict(run.sampler.new_ledger().state())
+        run.load_state_dict(run.sampler.ledger_of().state())
         assert len([list(mini) for mini in run]) == 4
 
 
@@ -756,7 +757,7 @@ def test_states_that_do_not_belong_are_refused():
         with loader(store) as run:
             with pytest.raises(kd.StateError):
                 run.load_state_dict(bad)
-            assert run.state_dict() == run.sampler.new_ledger().state()
+            assert run.state_dict() == run.sampler.ledger_of().state()
 
 
 def test_a_loader_goes_on_after_a_state_was_refused():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from knit_data.errors import InvalidArgument
+from knit_data.errors import InvalidArgument, StateError
 from knit_data.groups import Dropped, Group
 from knit_data.infos import InfoTable, TrajectoryInfo
 from knit_data.ledger import Progress
@@ -177,6 +177,24 @@ class Admission:
     def over(self) -> bool:
         """A cut-off train batch had its last pass: nothing more can come."""
         return self.progress.short is not None and self.progress.epoch >= self.sizes.epochs
+
+
+def check_progress(sizes: Sizes, p: Progress, admitted: int, opened: int) -> None:
+    """Raise StateError unless p is a place within a train batch and as many groups are admitted as belong there."""
+    limit = sizes.minis if p.short is None else p.short
+    over = p.short is not None and p.epoch == sizes.epochs
+    done = 0 if over else p.position if p.epoch == 0 else limit
+    fits = over or (p.epoch < sizes.epochs and p.position < limit)
+    kept = done * sizes.mini_batch if sizes.epochs > 1 else 0
+    if not fits or not 0 < limit <= sizes.minis or p.train_batch >= 2**40 or opened != kept:
+        raise StateError(
+            f"this state is damaged: {p} does not fit {sizes}, with {opened} groups kept. Use another one."
+        )
+    if admitted != done * sizes.mini_batch:
+        raise StateError(
+            f"this state is damaged: at {p} {done * sizes.mini_batch} groups are admitted, it counts {admitted}. Use "
+            "another one."
+        )
 
 
 def deal(seed: int, train_batch: int, epoch: int, count: int) -> list[int]:

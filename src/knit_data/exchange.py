@@ -36,7 +36,7 @@ from knit_data.errors import InvalidArgument, KnitError, RankError
 END, ERROR, SHARE = b"E", b"X", b"S"
 _LOOKS = 20_000  # per second, over all ranks
 _FASTEST, _SLOWEST = 0.001, 0.05
-_GOODBYE = 5.0  # seconds that rank 0 waits, when it closes, for those that have not read their last message
+_GOODBYE = 15.0  # seconds that rank 0 waits, when it closes, for those that have not read their last message
 _GRACE = 0.5  # seconds that it waits for those that have, so that all may leave in peace
 
 
@@ -187,7 +187,7 @@ class Exchange:
             raise revived(self._get(key))
 
     def close(self) -> None:
-        """Say goodbye; rank 0 keeps its store for those that have not read their last message, 5 s at most."""
+        """Say goodbye; rank 0 keeps its store for those that have not read their last message, 15 s at most."""
         if self.world == 1 or self._closed:
             return
         self._closed = True

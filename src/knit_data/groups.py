@@ -209,10 +209,16 @@ class Assembler:
             )
         if not table.columns["loss_tokens"].any():
             return [Dropped("no_loss_tokens", table, name)]
-        if self.terms.policy.keep is not None and not self.terms.policy.keep(table.infos()):
+        if self.terms.policy.keep is not None and not self._kept(name, table):
             return [Dropped("filtered", table, name)]
         version = int(table.columns["policy_version"].min())
         return [Group(name, table, combination, version, group_mark(table))]
+
+    def _kept(self, name: str, table: InfoTable) -> bool:
+        found = self.terms.policy.keep(table.infos()) if self.terms.policy.keep is not None else True
+        if not isinstance(found, bool | np.bool_):
+            raise InvalidGroup(f"keep gave {found!r} for group {name!r}; it returns True or False.")
+        return bool(found)
 
     def _oversize_acts(self) -> bool:
         return self.terms.policy.oversize != "alone"
@@ -238,6 +244,8 @@ def annotated(group: Group, annotate: Annotate | None) -> InfoTable:
     if annotate is None:
         return group.table
     added = annotate(group.table.infos())
+    if not isinstance(added, Mapping):
+        raise InvalidGroup(f"annotate gave {added!r} for group {group.name!r}; it returns {{name: [one float each]}}.")
     taken = {*group.table.schema.names, *group.table.value_names, *RESERVED, *PER_TOKEN}
     for name, values in added.items():
         if name in taken:

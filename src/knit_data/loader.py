@@ -17,7 +17,7 @@ from knit_data.collate import Collator
 from knit_data.errors import InvalidArgument, UsageError
 from knit_data.exchange import Exchange
 from knit_data.groups import REASONS
-from knit_data.minibatch import MiniBatch
+from knit_data.minibatch import MiniBatch, as_fields
 from knit_data.planning import Layout, Padding, longest_that_fits
 from knit_data.prefetch import Prefetcher
 from knit_data.sampler import QuotaSampler
@@ -37,8 +37,9 @@ class TrajectoryLoader:
 
     ``max_tokens_per_micro_batch`` is a hard cap on padded tokens. ``mesh`` and ``dp``: the DeviceMesh and the names of
     its data-parallel dimensions; ranks along the others get the same data. ``fields``: columns and values to read
-    (None: all). ``prefetch``: micro-batches read ahead; 0 works in the caller's thread. ``on_corrupt``: "raise", or
-    "mask" trajectories whose bytes fail their checksum.
+    (None: all). ``prefetch``: micro-batches read ahead; 0 works in the caller's thread, and then rank 0 admits only
+    while it is inside a call. ``padding``: pad token and multiples. ``on_corrupt``: "raise", or "mask" trajectories
+    whose bytes fail their checksum. ``reuse_buffers`` is for CUDA and does nothing yet.
 
     ``next`` returns at once, or within 0.2 s when it must learn whether the stream has ended.
     """
@@ -71,10 +72,10 @@ class TrajectoryLoader:
         self.padding = padding or Padding()
         self.max_tokens = max_tokens_per_micro_batch
         sampler.limit_tokens(longest_that_fits(self.max_tokens, self.padding, layout))
-        self.fields = None if fields is None else frozenset([fields] if isinstance(fields, str) else fields)
+        self.fields = as_fields(fields)
         self.device = _resolved(device)
         self.on_corrupt = on_corrupt
-        self._ledger = sampler.new_ledger()
+        self._ledger = sampler.ledger_of()
         self._exchange = Exchange(mesh, dp, self._config())
         self._state: dict[str, Any] | None = None
         self._running: Prefetcher | None = None
@@ -138,6 +139,12 @@ class TrajectoryLoader:
         each.
         """
         self._settle(self._next)
+        if self._finished_minis:
+            raise UsageError(
+                f"state_dict(): a mini-batch before number {min(self._finished_minis)} of this loader was taken and "
+                "not iterated to its end, though later ones were; a resume would train those again. Iterate it first, "
+                "or call its abandon()."
+            )
         return self._ledger.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,8 +152,7 @@ class TrajectoryLoader:
 
         Call it on every rank with the same state. Afterwards publish the restored weights and their version.
         """
-        ledger = self.sampler.new_ledger()
-        ledger.load(state)
+        ledger = self.sampler.ledger_of(state)
         self._halt()
         self._exchange.restart()
         self._ledger, self._state = ledger, dict(state)
@@ -212,8 +218,7 @@ class TrajectoryLoader:
                     "stream and sampler, and go on with load_state_dict(state)."
                 )
             self.sampler.reset(self._state)
-            self._ledger = self.sampler.new_ledger()
-            self._ledger.load(self.sampler.get_state())
+            self._ledger = self.sampler.ledger_of(self.sampler.get_state())
             self._exchange.begin(self._ledger.state())
         except BaseException as e:
             self._exchange.report(e)  # the other ranks wait for the beginning

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from knit_data.batch import MicroBatch
-from knit_data.errors import UsageError
+from knit_data.errors import InvalidArgument, UsageError
 from knit_data.groups import REASONS
 from knit_data.prefetch import Live, Prefetcher
 from knit_data.share import Numbers
@@ -120,7 +120,7 @@ class MiniBatch:
 
     def micro_batches(self, fields: Iterable[str] | None = None) -> Iterator[MicroBatch]:
         """An extra pass (reference, critic): the same micro-batches in the same order; consumes nothing."""
-        chosen = None if fields is None else frozenset([fields] if isinstance(fields, str) else fields)
+        chosen = as_fields(fields)
         return _Pass(lambda j: self._again(j, chosen))
 
     def abandon(self) -> None:
@@ -186,6 +186,16 @@ class _Pass(Iterator[MicroBatch]):
             raise StopIteration
         self._at += 1
         return micro
+
+
+def as_fields(fields: Iterable[str] | None) -> frozenset[str] | None:
+    """Names of columns and values; a single name is one of them."""
+    if fields is None or isinstance(fields, str):
+        return None if fields is None else frozenset([fields])
+    names = list(fields) if isinstance(fields, Iterable) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(f"fields must be names of columns and values, found {fields!r}.")
+    return frozenset(map(str, names))
 
 
 def _costs(live: Live, waits: Mapping[str, float]) -> dict[str, float]:

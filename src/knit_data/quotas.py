@@ -44,10 +44,12 @@ class Bounds:
 
 
 def at_least(count: int) -> Bounds:
+    """A quota of ``count`` groups or more."""
     return Bounds(_count("at_least", count), None)
 
 
 def at_most(count: int) -> Bounds:
+    """A quota of ``count`` groups or fewer."""
     return Bounds(0, _count("at_most", count))
 
 
@@ -71,13 +73,18 @@ class Quotas:
                 raise InvalidArgument(f"Quotas {name}={getattr(self, name)!r}: this version takes None only.")
         if not isinstance(self.mapping, Mapping):
             raise InvalidArgument(f"quotas must map an attribute to {{value: bounds}}, found {self.mapping!r}.")
+        if any(not isinstance(values, Mapping) for values in self.mapping.values()):
+            raise InvalidArgument(
+                f"quotas must map an attribute to {{value: bounds}}, found {dict(self.mapping)!r}; if these are "
+                'values, name their attribute: {"source": {...}}.'
+            )
         if len(self.mapping) > 1:
             raise InvalidArgument(
                 f"quotas name {len(self.mapping)} attributes ({', '.join(self.mapping)}); this version takes one. "
                 "Combine them into one attribute, such as 'math/hard'."
             )
         for attribute, values in self.mapping.items():
-            if not isinstance(values, Mapping) or not values:
+            if not values:
                 raise InvalidArgument(f"quotas[{attribute!r}] must map values to bounds, found {values!r}.")
             for name in (attribute, *values):
                 if not isinstance(name, str):

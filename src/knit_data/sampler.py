@@ -14,8 +14,8 @@ import numpy as np
 import torch.distributed as dist
 from torchdata.nodes import BaseNode
 
-from knit_data.admission import Admission, AdmittedMiniBatch, Sizes, explain, mini_batch
-from knit_data.errors import InvalidArgument, InvalidGroup, KnitError, UsageError, WaitTimeout
+from knit_data.admission import Admission, AdmittedMiniBatch, Sizes, check_progress, explain, mini_batch
+from knit_data.errors import InvalidArgument, InvalidGroup, UsageError, WaitTimeout
 from knit_data.groups import (
     Assembler,
     Dropped,
@@ -29,11 +29,11 @@ from knit_data.groups import (
     name_key,
 )
 from knit_data.infos import InfoTable, parse_attributes
-from knit_data.ledger import Entry, Ledger, Progress, runs_of
+from knit_data.ledger import Entry, Ledger, Progress, Runs, runs_of
 from knit_data.quotas import Combination, Quotas, QuotaSeats
 from knit_data.staleness import Staleness
 from knit_data.store.store import Demand
-from knit_data.stream import TrajectoryStream
+from knit_data.stream import TrajectoryStream, stored
 from knit_data.truncate import truncated
 
 _SLICE = 0.05
@@ -53,6 +53,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
     its quotas exactly, whatever the order of arrival.
 
     Sizes and quotas count groups. ``max_staleness`` is in train batches (or a ``Staleness``); None: no bound.
+    ``epochs``: passes over each train batch; later ones deal its groups anew, shuffled by ``seed``.
     ``timeout``: seconds without enough groups before ``WaitTimeout``, which says what is short. Only global rank 0
     decides; on other ranks ``TrajectoryLoader`` receives its share.
     """
@@ -81,7 +82,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             raise InvalidArgument(f"seed must be an int, found {seed!r}.")
         if groups is not None and not isinstance(groups, GroupPolicy):
             raise InvalidArgument(f"groups must be a GroupPolicy or None, found {groups!r}.")
-        if not timeout > 0:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise InvalidArgument(f"timeout must be above 0 seconds, found {timeout!r}.")
         self.stream, self.timeout, self.seed = stream, timeout, seed
         self.sizes = Sizes(train_batch_size, mini_batch_size, epochs)
@@ -104,10 +105,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         second ``iter`` of torchdata's Loader must not train everything again."""
         super().reset(initial_state)
         state = initial_state or (self._ledger.state() if self._ledger else None)
-        ledger = self.new_ledger()
-        if state is not None:
-            ledger.load(state)
-        self._start(ledger)
+        self._start(self.ledger_of(state))
 
     def next(self) -> AdmittedMiniBatch:
         if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
@@ -137,6 +135,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     def explain(self) -> str:
         """Why the trainer waits, in one sentence."""
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+            return f"global rank 0 admits; ask its sampler, not that of rank {dist.get_rank()}."
         if self._ledger is None:
             return "the sampler has not started: it starts with the first mini-batch."
         return explain(self._admission, self._incomplete(), self.dropped())
@@ -166,8 +166,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             )
         self.max_tokens = longest if asked is None else asked
 
-    def new_ledger(self) -> Ledger:
-        """An empty ledger on this sampler's terms; every rank keeps one."""
+    def ledger_of(self, state: Mapping[str, Any] | None = None) -> Ledger:
+        """A ledger on this sampler's terms, empty or of a state that fits them; every rank keeps one."""
         terms = {
             "train_batch_size": self.sizes.train_batch,
             "mini_batch_size": self.sizes.mini_batch,
@@ -176,7 +176,11 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             "seed": self.seed,
             "quotas": {f"{a}={v}": str(b) for a in self.quotas.attributes for (v,), b in self.quotas.bounds().items()},
         }
-        return Ledger(self.stream.store.id, terms, remember_all=self.staleness is None)
+        ledger = Ledger(self.stream.store.id, terms, remember_all=self.staleness is None)
+        if state is not None:
+            ledger.load(state)
+            check_progress(self.sizes, ledger.progress, sum(ledger.counts.values()), len(ledger.opened))
+        return ledger
 
     def admit(self, timeout: float, needed: bool = True) -> Admitted | None:
         """One attempt: what is there is drained first, then up to ``timeout`` seconds are waited for more.
@@ -216,18 +220,11 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         batch = [self._reread(runs) for runs in ledger.opened]
         self._admission.restore(ledger.progress, ledger.counts, batch)
 
-    def _reread(self, runs: list[tuple[int, int, int, int, int]]) -> Group:
+    def _reread(self, runs: Runs) -> Group:
         """A group of the open train batch, again from its segments, for its later passes."""
-        store, tables = self.stream.store, []
-        for writer, segment, first, count, _ in runs:
-            claim = store.claim(writer)
-            (head,) = store.heads([(writer, claim["name"] if claim else str(writer), segment)])
-            if isinstance(head, KnitError):
-                raise head
-            tables.append(self._cut(head[0]).take(np.arange(first, first + count)))
+        tables = [self._cut(head).take(rows) for head, rows in stored(self.stream.store, runs)]
         table = InfoTable.concat(tables)
-        version = int(table.columns["policy_version"].min())
-        return Group(table[0].group, table, (), version, 0)
+        return Group(table[0].group, table, (), int(table.columns["policy_version"].min()), 0)
 
     def _attempt(self, timeout: float, needed: bool) -> Admitted | None:
         admission, clock = self._admission, self.stream.store.backend
@@ -251,7 +248,9 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         elif now - self._waiting_since > self.timeout:
             raise WaitTimeout(
                 f"no mini-batch could be admitted for {self.timeout:g} s: {self.explain()} Are the rollout workers "
-                "alive, and do they serve store.demand()? Raise timeout to wait longer."
+                "alive, do they serve store.demand(), and do they have the weights of published version "
+                f"{self.stream.store.policy_version()}? Raise timeout to wait longer; call store.seal() when no more "
+                "will come."
             )
         if timeout > 0:
             self._take(self.stream.poll(timeout))

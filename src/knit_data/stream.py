@@ -7,13 +7,15 @@ to look for, all in one wait. A writer that has been silent for t seconds is loo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from knit_data.errors import InvalidArgument, KeyMissing, StateError
-from knit_data.infos import InfoTable, TrajectoryInfo
+from knit_data.infos import Array, InfoTable, TrajectoryInfo
+from knit_data.ledger import Runs
 from knit_data.store.store import TrajectoryStore
 
 _SLICE = 0.05  # seconds a wait may last before a stop is noticed
@@ -234,6 +236,18 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             if not yes:
                 break
         return out
+
+
+def stored(store: TrajectoryStore, runs: Runs) -> Iterator[tuple[InfoTable, Array]]:
+    """Segments that were read before, each with the rows of a run in it."""
+    for writer, segment, first, count, _ in runs:
+        claim = store.claim(writer)
+        (head,) = store.heads([(writer, claim["name"] if claim else str(writer), segment)])
+        if isinstance(head, Exception):
+            raise head
+        if first + count > len(head[0]):
+            raise StateError(f"the state keeps row {first + count - 1} of segment {segment} with {len(head[0])} rows.")
+        yield head[0], np.arange(first, first + count)
 
 
 def _starts(state: Mapping[str, Any]) -> dict[int, tuple[int, int]]:

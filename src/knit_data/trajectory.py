@@ -193,6 +193,11 @@ def _check_tokens(t: Trajectory, who: str) -> int:
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InvalidTrajectory(f"{who}: input_ids must be integers of shape [n], n >= 2, found {found}.")
     n = len(ids)
+    if int(ids.min()) < 0:
+        raise InvalidTrajectory(
+            f"{who}: input_ids must not be negative, found {int(ids.min())}; tokens without a loss have loss_mask 0, "
+            "ids stay what they are."
+        )
     for name, column in t.tokens.items():
         check_name(f"{who}: column name", name)
         what = f"{who}: column {name!r}"

@@ -422,7 +422,7 @@ def test_a_put_waits_for_room_and_says_so() -> None:
         writer.put(trajectory("t2"), timeout=90.0)
     assert 90.0 <= clock.now() < 91.0
     held = 2 * one_segment()
-    for text in (f"writer 'w': {held} of max_bytes={held + 10}", "after 90 s", "'g' needs", "trainer running"):
+    for text in (f"writer 'w': {held} of max_bytes={held + 10}", "after 90 s", "'g' needs", "raise max_bytes"):
         assert text in str(raised.value)
     assert segments(store) == [True, True] + [False] * 6
     assert rows([writer.put(trajectory("t0"))]) and segments(store)[2] is False, "a repeat needs no room"

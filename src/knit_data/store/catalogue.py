@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from knit_data.errors import CorruptData, KeyMissing, KnitError, ShortRead, StoreError
@@ -25,6 +27,20 @@ from knit_data.store.segment import HEAD_GUESS, decode_head, head_facts, head_si
 from knit_data.store.urls import open_backend
 
 _FORMAT = "knit_data.store.1"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} where a count belongs")
+    return value
+
+
+def check_writer(name: object) -> str:
+    """A writer's name is a folder's."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+        raise ValueError(f"{name!r} where a writer's name belongs")
+    return name
 
 
 class Catalogue:
@@ -38,9 +54,11 @@ class Catalogue:
 
     def _identify(self) -> str:
         made = {"format": _FORMAT, "id": uuid.uuid4().hex}
+        if self.backend.get("format.json") is None and self.exists(["schema.json", "writers/0.json"]) != [False, False]:
+            raise CorruptData(f"{self.url}: format.json is missing, though there is a store; restore it.")
         self.backend.create("format.json", [json.dumps(made).encode()])
         found = self._json("format.json") or {}
-        if found.get("format") != _FORMAT or "id" not in found:
+        if found.get("format") != _FORMAT or not isinstance(found.get("id"), str):
             raise CorruptData(
                 f"{self.url}: format.json says {found!r}, this version reads {_FORMAT!r}; use the version that wrote "
                 "it, or another folder."
@@ -51,7 +69,8 @@ class Catalogue:
     def schema(self) -> Schema | None:
         """The columns of this store; None before the first put."""
         if self._schema is None and (data := self._json("schema.json")) is not None:
-            self._schema = Schema.from_json(data)
+            with self._understood("schema.json"):
+                self._schema = Schema.from_json(data)
         return self._schema
 
     def settle(self, schema: Schema) -> Schema:
@@ -63,12 +82,22 @@ class Catalogue:
 
     def claim(self, writer: int) -> dict[str, Any] | None:
         """Who claimed this writer number: its name and first segment."""
-        return self._json(f"writers/{writer}.json")
+        key = f"writers/{writer}.json"
+        data = self._json(key)
+        if data is not None:
+            with self._understood(key):
+                data = {"name": check_writer(data["name"]), "first": check_count(data["first"])}
+        return data
 
     def floor(self, writer: int) -> int:
         """The first segment of this writer that was not reclaimed; names below it are never used again."""
-        raw = self.backend.get(f"registers/floor.{writer}")
-        return int(raw) if raw else 0
+        return self.register(f"floor.{writer}")
+
+    def register(self, name: str) -> int:
+        """A number that anyone may overwrite; 0 before that."""
+        raw = self.backend.get(f"registers/{name}")
+        with self._understood(f"registers/{name}"):
+            return check_count(int(raw)) if raw else 0
 
     def seal(self) -> None:
         """No more trajectories will come: the stream ends after what is committed now. Later puts raise."""
@@ -83,7 +112,11 @@ class Catalogue:
     def sealed(self) -> list[int] | None:
         """Segment counts per writer, or None while data may still come."""
         data = self._json("sealed.json")
-        return None if data is None else [self._required(f"ends/{m}.json")["count"] for m in range(data["writers"])]
+        if data is None:
+            return None
+        with self._understood("sealed.json or an end beside it"):
+            writers = check_count(data["writers"])
+            return [check_count(self._required(f"ends/{m}.json")["count"]) for m in range(writers)]
 
     def exists(self, keys: Sequence[str], timeout: float = 0.0) -> list[bool]:
         return self.backend.wait(keys, timeout)
@@ -143,6 +176,14 @@ class Catalogue:
             return dict(json.loads(raw))
         except (ValueError, TypeError) as e:
             raise CorruptData(f"{self.url}: {key} is not a JSON object: {raw[:80]!r}; restore it.") from e
+
+    @contextmanager
+    def _understood(self, key: str) -> Iterator[None]:
+        """What a damaged small file makes of our reading it is CorruptData."""
+        try:
+            yield
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            raise CorruptData(f"{self.url}: {key} is damaged ({e!r}); restore it.") from e
 
     def _required(self, key: str) -> dict[str, Any]:
         data = self._json(key)

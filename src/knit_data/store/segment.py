@@ -100,7 +100,7 @@ def encode(
     for u, medium in enumerate(media):
         for name, tensor in sorted(medium.tensors.items()):
             columns.append((f"medium.{u}.{name}", DTYPES[tensor.dtype], list(tensor.shape), [tensor_bytes(tensor)]))
-    head, payload = _assemble(schema, table, columns, session)
+    head, payload = _assemble(schema, table, columns, f"{writer}/{segment}", session)
     located = decode_head(head, writer=writer, segment=segment)
     return Segment([head, *(p for p in payload if len(p))], located)
 
@@ -133,6 +133,11 @@ def decode_head(head: bytes | bytearray | memoryview, *, writer: int, segment: i
     found, wanted = _head_hash(head), meta["xxh3"]
     if found != wanted:
         raise CorruptData(f"{where}: header and table hash to {found}, the file says {wanted}; restore or remove it.")
+    if meta.get("place") != f"{writer}/{segment}":
+        raise CorruptData(
+            f"{where}: this file was written as segment {meta.get('place')} (writer/number), it was found as "
+            f"{writer}/{segment}; somebody moved it. Restore the right one."
+        )
     header = json.loads(bytes(head[8 : 8 + length]))
     schema = Schema.from_json(json.loads(meta["schema"]))
     arrays: dict[str, Array] = {}
@@ -250,7 +255,11 @@ def _medium_hash(medium: Media) -> int:
 
 
 def _assemble(
-    schema: Schema, table: InfoTable, columns: Sequence[tuple[str, str, list[int], list[Buffer]]], session: str
+    schema: Schema,
+    table: InfoTable,
+    columns: Sequence[tuple[str, str, list[int], list[Buffer]]],
+    place: str,
+    session: str,
 ) -> tuple[bytes, list[Buffer]]:
     """The head (header and table), and the payload buffers in file order."""
     arrays = table.arrays("info.")
@@ -275,7 +284,7 @@ def _assemble(
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [at, at + size]}
         payload += buffers
         at += size
-    meta = {"format": FORMAT, "info_bytes": str(info_bytes), "bytes": str(at), "session": session}
+    meta = {"format": FORMAT, "info_bytes": str(info_bytes), "bytes": str(at), "place": place, "session": session}
     meta["schema"] = json.dumps(schema.to_json())
     text = _PREFIX + b"0" * _HASH_LEN + b'",' + json.dumps(meta).encode()[1:] + b","
     text += json.dumps(header, separators=(",", ":")).encode()[1:]

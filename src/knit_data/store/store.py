@@ -35,7 +35,8 @@ class TrajectoryStore(Catalogue):
     """Where rollout workers put trajectories and trainers read them.
 
     ``url``: a folder that all hosts see, or ``memory://name`` inside one process. ``fsync``: survive a power cut, not
-    only a crash. ``max_bytes``: a writer blocks while this many of its bytes are not reclaimed.
+    only a crash. ``max_bytes``: a writer blocks while this many of its bytes are not reclaimed. This release deletes
+    nothing, whatever ``reclaim`` says, so that ``max_bytes`` is all that a writer may write.
 
     >>> store = TrajectoryStore("memory://")
     >>> with store.writer("rollout-0") as writer:
@@ -52,6 +53,8 @@ class TrajectoryStore(Catalogue):
         fsync: bool = False,
         **storage_options: Any,
     ) -> None:
+        if not isinstance(url, str | os.PathLike) or "\0" in os.fspath(url):
+            raise InvalidArgument(f"a store needs a folder or URL, found {url!r}.")
         if reclaim not in _RECLAIM:
             raise InvalidArgument(f"reclaim must be one of {_RECLAIM}, found {reclaim!r}.")
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
@@ -71,16 +74,16 @@ class TrajectoryStore(Catalogue):
 
     def policy_version(self) -> int:
         """Optimizer steps done when the newest weights were published; 0, the initial weights, before the first."""
-        raw = self.backend.get("registers/policy_version")
-        return int(raw) if raw else 0
+        return self.register("policy_version")
 
     def demand(self) -> Demand:
         """What the open train batch still needs, as last written by the sampler; empty before it starts."""
         data = self._json("registers/demand")
         if data is None:
             return Demand()
-        deficits = {tuple(combination): count for combination, count in data["deficits"]}
-        return Demand(data["train_batch"], deficits, data["free"])
+        with self._understood("registers/demand"):
+            deficits = {tuple(map(str, combination)): int(count) for combination, count in data["deficits"]}
+            return Demand(int(data["train_batch"]), deficits, int(data["free"]))
 
     def finished(self) -> bool:
         return self.exists(["finished.json"])[0]

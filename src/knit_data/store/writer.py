@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
-from knit_data.errors import InvalidArgument, InvalidTrajectory, KeyMissing, StoreClosed, WaitTimeout, WriterConflict
+from knit_data.errors import (
+    InvalidArgument,
+    InvalidTrajectory,
+    KeyMissing,
+    StoreClosed,
+    StoreError,
+    WaitTimeout,
+    WriterConflict,
+)
 from knit_data.infos import InfoTable, Schema, TrajectoryInfo
-from knit_data.store.catalogue import Catalogue
+from knit_data.store.catalogue import Catalogue, check_writer
 from knit_data.store.segment import check_schema, encode, schema_of
 from knit_data.trajectory import Trajectory, check_group
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class StoreWriter:
@@ -27,11 +32,13 @@ class StoreWriter:
     """
 
     def __init__(self, store: Catalogue, name: str, max_bytes: int | None = None) -> None:
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+        try:
+            check_writer(name)
+        except ValueError as e:
             raise InvalidArgument(
                 f"writer name {name!r}: use 1 to 100 of A-Z a-z 0-9 . _ - (it becomes a folder), starting with a "
                 "letter or digit."
-            )
+            ) from e
         self.store, self.name, self.max_bytes = store, name, max_bytes
         self._session = uuid.uuid4().hex[:16]
         self._lock = threading.Lock()
@@ -51,6 +58,11 @@ class StoreWriter:
         Raises ``InvalidTrajectory`` naming the first one that cannot be trained on, ``StoreClosed`` after seal or
         finish, ``WaitTimeout`` if ``max_bytes`` stay unreclaimed; nothing is written then.
         """
+        if isinstance(trajectories, Trajectory) or not isinstance(trajectories, Iterable):
+            raise InvalidTrajectory(
+                f"put_group takes the trajectories of one group, found {type(trajectories).__name__}; put(trajectory) "
+                "takes one."
+            )
         return self._put(list(trajectories), grouped=True, timeout=timeout)
 
     def close(self) -> None:
@@ -111,6 +123,8 @@ class StoreWriter:
 
     def _put(self, trajectories: list[Trajectory], *, grouped: bool, timeout: float) -> list[TrajectoryInfo]:
         check_group(trajectories)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+            raise InvalidArgument(f"timeout must be seconds, at least 0, found {timeout!r}.")
         with self._lock:
             self._refuse_if_closed()
             schema = self._agree(trajectories)
@@ -182,7 +196,12 @@ class StoreWriter:
         return [tables[number][item] for _, number, item in (self._known[t.id] for t in trajectories)]
 
     def _refuse_if_closed(self) -> None:
-        sealed, finished = self.store.exists(["sealing.json", "finished.json"])
+        sealed, finished, claimed = self.store.exists(["sealing.json", "finished.json", f"writers/{self._number}.json"])
+        if not claimed:
+            raise StoreError(
+                f"{self.store.url}: the claim of writer {self.name!r} is gone; was the folder removed or unmounted? "
+                "Nothing was written. Open the store and the writer again."
+            )
         if finished or sealed:
             why = "finished by the trainer" if finished else "sealed"
             raise StoreClosed(f"{self.store.url}: the store is {why}; writer {self.name!r} wrote nothing.")
@@ -218,7 +237,7 @@ class StoreWriter:
             if left <= 0:
                 raise WaitTimeout(
                     f"writer {self.name!r}: {held} of max_bytes={limit} are not reclaimed after {timeout:g} s, group "
-                    f"{first.group!r} needs {size} more. Is the trainer running and committing its checkpoints?"
+                    f"{first.group!r} needs {size} more. This release deletes nothing: raise max_bytes or leave it."
                 )
             self.store.exists(["finished.json", "sealing.json"], min(left, 0.5))
             self._refuse_if_closed()
