@@ -174,7 +174,7 @@ class Catalogue:
             return None
         try:
             return dict(json.loads(raw))
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise CorruptData(f"{self.url}: {key} is not a JSON object: {raw[:80]!r}; restore it.") from e
 
     @contextmanager
