@@ -300,7 +300,7 @@ def test_annotations_join_the_values() -> None:
     made = complete()
     table = annotated(made, lambda infos: {"advantage": [0.5 * n for n in range(len(infos))], "x": np.ones(4)})
     assert [i.values["advantage"] for i in table.infos()] == [0.0, 0.5, 1.0, 1.5]
-    assert table.value_names == ["reward", "advantage", "x"]
+    assert table.value_names == ["advantage", "reward", "x"]
     assert annotated(made, None) is made.table and made.table.value_names == ["reward"]
     assert table.fingerprints() == made.table.fingerprints()
 
