@@ -2,7 +2,7 @@
 
 Per mini-batch i and data-parallel rank r, global rank 0 sets one value: a share, the end, or an error. The others
 look for theirs every few milliseconds, ever more slowly while they wait, and never faster than 20,000 looks a second
-over all ranks. No collective, no pickle, no long wait inside the store's client, which is a mutex.
+over all ranks. No collective once it is built, no pickle, no long wait inside the store's client, which is a mutex.
 
     m/<g>/<i>/<r>   message of mini-batch i for data-parallel rank r        read/<g>/<rank>  last i that rank has
     late/<g>/<i>    rank 0 still waits for data: hand i out unseen           want/<g>/<i>     a rank asks for i
