@@ -200,7 +200,9 @@ class Prefetcher:
         """Do the most urgent thing; without one, wait a little."""
         job: _Need | int | None = None
         try:
-            self._exchange.compare(training=any(m.handed for m in self._minis.values()))
+            with self._turn:  # the consumer may be forgetting a mini-batch
+                training = any(m.handed for m in self._minis.values())
+            self._exchange.compare(training)
             wanted = self._exchange.wanted(self._admitted)
             with self._turn:
                 job = self._choose(wanted)
