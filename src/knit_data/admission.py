@@ -3,25 +3,28 @@
 A mini-batch is admitted as soon as enough complete groups fit; each admission keeps every quota of the train batch
 reachable (see ``quotas``), so early mini-batches are free and the train batch is exact. Nothing is committed before
 the whole mini-batch is found, so that a late older group still goes first. Greedy choice finds one whenever one
-exists: the sets of groups that can be completed to a feasible batch form a matroid.
+exists while quotas count one attribute, or one within another: the sets of groups that can be completed to a feasible
+batch then form a matroid. Where attributes cross, a bounded search goes on from there.
 
 Pure: groups in, decisions out.
 """
 
 from __future__ import annotations
 
-import bisect
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import xxhash
 
 from knit_data.errors import InvalidArgument, StateError
-from knit_data.groups import Dropped, Group
 from knit_data.infos import InfoTable, TrajectoryInfo
 from knit_data.ledger import Progress
 from knit_data.quotas import Combination, Quotas, QuotaSeats
 from knit_data.staleness import Clock, Staleness
+
+_STEPS = 1000  # looks before a search is given up
 
 
 @dataclass(frozen=True)
@@ -78,80 +81,157 @@ class AdmittedMiniBatch:
         return len(self.group_rows)
 
 
-class Admission:
-    """The open train batch and the groups that wait for a seat."""
+class Candidate(Protocol):
+    """What admission looks at: a complete group."""
+
+    @property
+    def key(self) -> int: ...
+    @property
+    def order(self) -> tuple[int, ...]: ...  # oldest version first, then by place; no two alike
+    @property
+    def combination(self) -> Combination: ...
+    @property
+    def version(self) -> int: ...
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+class Admission(Generic[C]):
+    """The open train batch and the groups that wait for a seat.
+
+    A decision looks at one head per combination, so that it costs the same however many groups wait.
+    """
 
     def __init__(self, sizes: Sizes, quotas: Quotas, staleness: Staleness | None, seed: int = 0) -> None:
         self.sizes, self.quotas, self.staleness, self.seed = sizes, quotas, staleness, seed
         self.progress = Progress()
-        self.seats = QuotaSeats(quotas, sizes.train_batch)
-        self.batch: list[Group] = []  # of the open train batch, in admission order
-        self.waiting: dict[int, Group] = {}  # by key
-        self._queues: dict[Combination, list[tuple[tuple[int, int, int, int], Group]]] = {}
+        self.seats = self._seats()
+        self.batch: list[C] = []  # of the open train batch, in admission order
+        self.waiting: dict[int, C] = {}  # by key
+        self._heaps: dict[Combination, list[tuple[tuple[int, ...], C]]] = {}
+        self._fresh: list[C] = []  # offered since the last expiry
+        self._hopeless = False  # nothing has changed since no mini-batch was found
 
-    def restore(self, progress: Progress, counts: Mapping[Combination, int], batch: Sequence[Group]) -> None:
+    def _seats(self, counts: Mapping[Combination, int] | None = None) -> QuotaSeats:
+        return QuotaSeats(self.quotas, self.sizes.train_batch, counts)
+
+    def restore(self, progress: Progress, counts: Mapping[Combination, int], batch: Sequence[C]) -> None:
         self.progress, self.batch = progress, list(batch)
-        self.seats = QuotaSeats(self.quotas, self.sizes.train_batch, counts)
+        self.seats = self._seats(counts)
 
-    def offer(self, group: Group) -> None:
+    def offer(self, group: C) -> None:
         """A complete group, to wait for its seat."""
         self.waiting[group.key] = group
-        queue = self._queues.setdefault(group.combination, [])
-        bisect.insort(queue, (group.order, group), key=lambda item: item[0])
+        heapq.heappush(self._heaps.setdefault(group.combination, []), (group.order, group))
+        self._fresh.append(group)
+        self._hopeless = False
 
-    def expire(self) -> list[Dropped]:
-        """Waiting groups that the staleness bound, or the abandoned-timeline rule, excludes from now on."""
-        rule, out = self.staleness, []
+    def expire(self) -> list[tuple[C, str]]:
+        """Waiting groups that the staleness bound, or the abandoned-timeline rule, excludes from now on; each with
+        the reason. A version above the trainer's step is known when a group comes: steps only grow."""
+        rule, out = self.staleness, list[tuple[C, str]]()
         if rule is None:
-            return []
+            self._fresh.clear()
+            return out
         clock, k, step = self.sizes.clock, self.progress.train_batch, self.sizes.index(self.progress)
-        for combination, queue in self._queues.items():
-            stale = 0
-            while stale < len(queue) and not rule.admits(
-                clock.excess(train_batch=k, version=queue[stale][1].version), clock
-            ):
-                stale += 1
-            gone = [(g, "stale") for _, g in queue[:stale]]
-            if rule.abandoned == "drop":
-                gone += [(g, "abandoned") for _, g in queue[stale:] if g.version > step]
-            names = {g.key for g, _ in gone}
-            self._queues[combination] = [item for item in queue[stale:] if item[1].key not in names]
-            for group, reason in gone:
-                del self.waiting[group.key]
-                out.append(Dropped(reason, group.table, group.name))
+        if rule.abandoned == "drop" and any(g.version > step for g in self._fresh):
+            gone = {g.key for g in self._fresh if g.version > step}
+            for combination in {g.combination for g in self._fresh if g.key in gone}:
+                heap = [item for item in self._heaps[combination] if item[1].key not in gone]
+                heapq.heapify(heap)
+                self._heaps[combination] = heap
+            out += [(self.waiting.pop(key), "abandoned") for key in sorted(gone)]
+        self._fresh.clear()
+        for heap in self._heaps.values():
+            while heap and not rule.admits(clock.excess(train_batch=k, version=heap[0][1].version), clock):
+                _, group = heapq.heappop(heap)
+                out.append((self.waiting.pop(group.key), "stale"))
         return out
 
-    def choose(self) -> list[Group] | None:
-        """Groups of the next mini-batch, or None while too few fit. In later passes the batch's own, dealt anew."""
+    def choose(self, held: Mapping[Combination, int] | None = None) -> list[C] | None:
+        """Groups of the next mini-batch, or None while too few fit. In later passes the batch's own, dealt anew.
+
+        ``held``: groups still to come for which seats are kept, where quotas allow it.
+        """
         p, size = self.progress, self.sizes.mini_batch
         if p.epoch:
             order = deal(self.seed, p.train_batch, p.epoch, len(self.batch))
             return [self.batch[i] for i in order[p.position * size : (p.position + 1) * size]]
-        seats, heads = self.seats.copy(), dict.fromkeys(self._queues, 0)
-        chosen: list[Group] = []
-        while len(chosen) < size:
-            best: Combination | None = None
-            for combination, at in heads.items():
-                queue = self._queues[combination]
-                if at < len(queue) and seats.admissible(combination):
-                    if best is None or queue[at][0] < self._queues[best][heads[best]][0]:
-                        best = combination
-            if best is None:
-                return None
-            chosen.append(self._queues[best][heads[best]][1])
-            heads[best] += 1
-            seats.admit(best)
+        if len(self.waiting) < size or (self._hopeless and not held):
+            return None
+        seats = self.seats.copy()
+        for combination, count in (held or {}).items():
+            for _ in range(count):
+                if seats.admissible(combination):
+                    seats.admit(combination)
+        chosen = self._oldest_that_fit(seats.copy())
+        if chosen is None and not seats.greedy:
+            chosen = self._search(seats)
+        self._hopeless = chosen is None and not held
         return chosen
 
-    def commit(self, chosen: Sequence[Group]) -> tuple[int, bool]:
+    def _oldest_that_fit(self, seats: QuotaSeats) -> list[C] | None:
+        """One after the other the oldest that fits. What does not fit now will not later, so that its combination is
+        left: as many looks as seats and combinations."""
+        heads = [(heap[0][0], c) for c, heap in self._heaps.items() if heap]
+        heapq.heapify(heads)
+        taken: list[tuple[tuple[int, ...], C]] = []
+        while heads and len(taken) < self.sizes.mini_batch:
+            _, combination = heapq.heappop(heads)
+            if not seats.admissible(combination):
+                continue
+            seats.admit(combination)
+            heap = self._heaps[combination]
+            taken.append(heapq.heappop(heap))
+            if heap:
+                heapq.heappush(heads, (heap[0][0], combination))
+        for item in taken:
+            heapq.heappush(self._heaps[item[1].combination], item)
+        return [group for _, group in taken] if len(taken) == self.sizes.mini_batch else None
+
+    def _search(self, seats: QuotaSeats) -> list[C] | None:
+        """Where combinations cross, the oldest may leave no room for enough others: go back and try without some.
+        Finding a mini-batch among finite waiting groups is NP-hard for three attributes, so that this gives up after
+        ``_STEPS`` looks; the batch stays feasible, and the next arrival starts anew."""
+        size, items = self.sizes.mini_batch, list[tuple[tuple[int, ...], C]]()
+        for heap in self._heaps.values():
+            oldest = [heapq.heappop(heap) for _ in range(min(size, len(heap)))]
+            for item in oldest:
+                heapq.heappush(heap, item)
+            items += oldest
+        items.sort(key=lambda item: item[0])
+        chosen: list[int] = []
+        passed: list[set[Combination]] = [set()]  # by depth: combinations that were given up
+        at, looks = 0, 0
+        while len(chosen) < size:
+            if at == len(items) or len(items) - at < size - len(chosen):
+                if not chosen:
+                    return None
+                at = chosen.pop()
+                passed.pop()
+                seats.release(items[at][1].combination)
+                passed[-1].add(items[at][1].combination)  # a younger one of these would do no better
+                at += 1
+                continue
+            if (looks := looks + 1) > _STEPS:
+                return None
+            combination = items[at][1].combination
+            if combination not in passed[-1] and seats.admissible(combination):
+                seats.admit(combination)
+                chosen.append(at)
+                passed.append(set(passed[-1]))
+            at += 1
+        return [items[i][1] for i in chosen]
+
+    def commit(self, chosen: Sequence[C]) -> tuple[int, bool]:
         """Take the seats and step on. Returns the optimizer step's index and whether it ends its train batch."""
         p = self.progress
         index, last = self.sizes.index(p), False
         if p.epoch == 0:
             for group in chosen:
                 self.seats.admit(group.combination)
-                queue = self._queues[group.combination]
-                del queue[bisect.bisect_left(queue, group.order, key=lambda item: item[0])]
+                heapq.heappop(self._heaps[group.combination])  # chosen are the oldest of their combination
                 del self.waiting[group.key]
             self.batch += chosen
         minis = self.sizes.minis if p.short is None else p.short
@@ -161,8 +241,8 @@ class Admission:
         if p.epoch == self.sizes.epochs:
             last = p.short is None
             p = Progress(p.train_batch + 1) if last else replace(p, epoch=self.sizes.epochs)
-            self.batch, self.seats = [], QuotaSeats(self.quotas, self.sizes.train_batch)
-        self.progress = p
+            self.batch, self.seats = [], self._seats()
+        self.progress, self._hopeless = p, False
         return index, last
 
     def cut_short(self) -> bool:
@@ -216,7 +296,7 @@ def mini_batch(tables: Sequence[InfoTable], index: int, before: Progress, is_las
     )
 
 
-def explain(admission: Admission, incomplete: Mapping[Combination, int], dropped: Mapping[str, int]) -> str:
+def explain(admission: Admission[C], incomplete: Mapping[Combination, int], dropped: Mapping[str, int]) -> str:
     """One sentence: what the open mini-batch needs, what is there, and what is short."""
     p, sizes, seats = admission.progress, admission.sizes, admission.seats
     waiting: dict[Combination, int] = {}

@@ -168,6 +168,16 @@ class QuotaSeats:
         self.counts[combination] = self.counts.get(combination, 0) + 1
         self.left -= 1
 
+    def release(self, combination: Combination) -> None:
+        """Undo an admit."""
+        self.counts[combination] -= 1
+        self.left += 1
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the oldest that fits never leaves too little room for enough others."""
+        return True
+
     def deficits(self) -> dict[Combination, int]:
         """Groups that minima still reserve."""
         short = {c: b.low - self.counts[c] for c, b in self.bounds.items()}

@@ -209,7 +209,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         policy = self.policy
         terms = Terms(self.group_size, self.quotas.attributes, self._seats().knows, policy, self.staleness is None)
         self._assembler = Assembler(terms, self.max_tokens)
-        self._admission = Admission(self.sizes, self.quotas, self.staleness, self.seed)
+        self._admission: Admission[Group] = Admission(self.sizes, self.quotas, self.staleness, self.seed)
         self._drops: list[Dropped] = []  # since the entry before
         self._ended: set[int] = set()  # keys of the groups among them
         self._waiting_since = None
@@ -318,9 +318,9 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     def _choose(self) -> list[Group] | None:
         if self._admission.progress.epoch == 0:
-            expired = self._admission.expire()
-            self._drops += expired
-            self._ended.update(name_key(drop.name) for drop in expired if drop.name)
+            for group, reason in self._admission.expire():
+                self._drops.append(Dropped(reason, group.table, group.name))
+                self._ended.add(group.key)
         return self._admission.choose()
 
     def _commit(self, chosen: list[Group]) -> Admitted:
