@@ -15,8 +15,8 @@ from torchdata.nodes import Loader
 
 import knit_data as kd
 from knit_data.errors import InvalidArgument, StateError, UsageError, WaitTimeout
+from knit_data.launching import Demand
 from knit_data.store.memory import ManualClock
-from knit_data.store.store import Demand
 
 HANG = 120.0  # seconds; reached only by a test that fails
 

@@ -24,13 +24,16 @@ from knit_data.errors import (
 )
 from knit_data.groups import GroupPolicy, group_advantages
 from knit_data.infos import InfoTable, TrajectoryInfo
+from knit_data.launching import Demand
 from knit_data.loader import TrajectoryLoader
 from knit_data.minibatch import MiniBatch
 from knit_data.planning import Padding
 from knit_data.quotas import Quotas, at_least, at_most
 from knit_data.sampler import QuotaSampler
+from knit_data.scenario import Scenario, Source
+from knit_data.simulation import Report, simulate
 from knit_data.staleness import Staleness
-from knit_data.store import Demand, StoreWriter, TrajectoryStore
+from knit_data.store import StoreWriter, TrajectoryStore
 from knit_data.stream import TrajectoryStream
 from knit_data.trajectory import Media, MediaRef, Trajectory
 
@@ -55,7 +58,10 @@ __all__ = [
     "QuotaSampler",
     "Quotas",
     "RankError",
+    "Report",
+    "Scenario",
     "ShortRead",
+    "Source",
     "Staleness",
     "StateError",
     "StoreClosed",
@@ -74,4 +80,5 @@ __all__ = [
     "at_most",
     "group_advantages",
     "integrations",
+    "simulate",
 ]

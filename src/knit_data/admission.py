@@ -107,9 +107,11 @@ class Admission(Generic[C]):
         self.sizes, self.quotas, self.staleness, self.seed = sizes, quotas, staleness, seed
         self.progress = Progress()
         self.seats = self._seats()
+        self.mix = self.seats.completion()  # a whole train batch by combination, free seats spread
         self.batch: list[C] = []  # of the open train batch, in admission order
         self.waiting: dict[int, C] = {}  # by key
         self._heaps: dict[Combination, list[tuple[tuple[int, ...], C]]] = {}
+        self.trained: dict[Combination, int] = {}  # groups admitted since the start, by combination
         self._fresh: list[C] = []  # offered since the last expiry
         self._hopeless = False  # nothing has changed since no mini-batch was found
 
@@ -231,6 +233,7 @@ class Admission(Generic[C]):
         if p.epoch == 0:
             for group in chosen:
                 self.seats.admit(group.combination)
+                self.trained[group.combination] = self.trained.get(group.combination, 0) + 1
                 heapq.heappop(self._heaps[group.combination])  # chosen are the oldest of their combination
                 del self.waiting[group.key]
             self.batch += chosen
@@ -244,6 +247,21 @@ class Admission(Generic[C]):
             self.batch, self.seats = [], self._seats()
         self.progress, self._hopeless = p, False
         return index, last
+
+    def waiting_by_combination(self) -> dict[Combination, int]:
+        return {combination: len(heap) for combination, heap in self._heaps.items() if heap}
+
+    def surplus(self) -> dict[Combination, float]:
+        """Groups of closed train batches beyond the mix's share, since the start: what a range let in, at most one
+        train batch's worth. The launcher makes up for it, so that the mix holds in the long run."""
+        total = sum(self.trained.values()) - sum(self.seats.counts.values())
+        out = {}
+        for combination, whole in self.mix.items():
+            closed = self.trained.get(combination, 0) - self.seats.counts.get(combination, 0)
+            over = closed - whole * total / self.sizes.train_batch
+            if over:
+                out[combination] = max(-float(whole), min(over, float(whole)))
+        return out
 
     def cut_short(self) -> bool:
         """The stream ended: remaining passes run over the full mini-batches there are. False: nothing remains."""

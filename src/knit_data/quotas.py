@@ -178,6 +178,19 @@ class QuotaSeats:
         """Whether the oldest that fits never leaves too little room for enough others."""
         return True
 
+    def completion(self) -> dict[Combination, int]:
+        """One way to fill all seats left."""
+        if not self.bounds:
+            return {(): self.left}
+        out = {c: max(0, b.low - self.counts[c]) for c, b in self.bounds.items()}
+        room = {c: max(0, self._high[c] - max(self.counts[c], b.low)) for c, b in self.bounds.items()}
+        middle = {c: out[c] + room[c] / 2 for c in out}
+        for _ in range(self.left - sum(out.values())):
+            c = min((c for c in out if room[c]), key=lambda c: (out[c] + 1) / max(middle[c], 1e-9))
+            out[c] += 1
+            room[c] -= 1
+        return out
+
     def deficits(self) -> dict[Combination, int]:
         """Groups that minima still reserve."""
         short = {c: b.low - self.counts[c] for c, b in self.bounds.items()}

@@ -29,10 +29,10 @@ from knit_data.groups import (
     name_key,
 )
 from knit_data.infos import InfoTable, parse_attributes
+from knit_data.launching import Outlook, outlook_of
 from knit_data.ledger import Entry, Ledger, Progress, Runs, runs_of
 from knit_data.quotas import Combination, Quotas, QuotaSeats
 from knit_data.staleness import Staleness
-from knit_data.store.store import Demand
 from knit_data.stream import TrajectoryStream, stored
 from knit_data.truncate import truncated
 
@@ -213,7 +213,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._drops: list[Dropped] = []  # since the entry before
         self._ended: set[int] = set()  # keys of the groups among them
         self._waiting_since = None
-        self._demanded: Demand | None = None
+        self._demanded: Outlook | None = None
         self.stream.reset(
             {"store": self.stream.store.id, "writers": [[w, s, 0] for w, s in sorted(ledger.cursors().items())]}
         )
@@ -374,8 +374,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         return counts
 
     def _publish_demand(self) -> None:
-        seats = self._admission.seats
-        demand = Demand(self._admission.progress.train_batch, seats.deficits(), seats.free())
+        demand = outlook_of(self._admission, None, True)
         if demand != self._demanded:
             self.stream.store.publish_demand(demand)
             self._demanded = demand

@@ -15,8 +15,8 @@ from places import Place, moments, reclaim, watched
 
 import knit_data as kd
 from knit_data.errors import CorruptData, InvalidArgument, InvalidTrajectory, KeyMissing, StoreClosed
+from knit_data.launching import Demand
 from knit_data.store.memory import Crash
-from knit_data.store.store import Demand
 
 # -- opening -----------------------------------------------------------------------------------------------------------
 

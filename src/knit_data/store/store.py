@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,21 +13,15 @@ from torch import Tensor
 
 from knit_data.errors import CorruptData, InvalidArgument
 from knit_data.infos import TrajectoryInfo
+from knit_data.launching import Demand, Outlook
 from knit_data.store.catalogue import Catalogue
 from knit_data.store.segment import checksum, torch_dtype
 from knit_data.store.writer import StoreWriter
 from knit_data.trajectory import Media, MediaRef, Trajectory
 
+D = TypeVar("D", bound=Demand)
+
 _RECLAIM = ("commit", "consumed", "never")
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What the open train batch still needs: groups by combination of quota attributes, and free seats beside."""
-
-    train_batch: int = 0
-    deficits: Mapping[tuple[str, ...], int] = field(default_factory=dict)
-    free: int = 0
 
 
 class TrajectoryStore(Catalogue):
@@ -78,12 +71,18 @@ class TrajectoryStore(Catalogue):
 
     def demand(self) -> Demand:
         """What the open train batch still needs, as last written by the sampler; empty before it starts."""
+        return self._demand(Demand) or Demand()
+
+    def outlook(self) -> Outlook | None:
+        """The same with what launchers must know; None before the sampler starts."""
+        return self._demand(Outlook)
+
+    def _demand(self, kind: type[D]) -> D | None:
         data = self._json("registers/demand")
         if data is None:
-            return Demand()
+            return None
         with self._understood("registers/demand"):
-            deficits = {tuple(map(str, combination)): int(count) for combination, count in data["deficits"]}
-            return Demand(int(data["train_batch"]), deficits, int(data["free"]))
+            return kind.from_json(data)
 
     def finished(self) -> bool:
         return self.exists(["finished.json"])[0]
@@ -100,10 +99,8 @@ class TrajectoryStore(Catalogue):
         """Nothing more is needed: later puts raise StoreClosed, and blocked ones wake with it."""
         self.backend.create("finished.json", [b"{}"])
 
-    def publish_demand(self, demand: Demand) -> None:
-        deficits = [[list(combination), count] for combination, count in demand.deficits.items()]
-        data = {"train_batch": demand.train_batch, "deficits": deficits, "free": demand.free}
-        self.backend.put("registers/demand", json.dumps(data).encode())
+    def publish_demand(self, demand: Outlook) -> None:
+        self.backend.put("registers/demand", json.dumps(demand.to_json()).encode())
 
     def read(self, info: TrajectoryInfo, fields: Iterable[str] | None = None) -> Trajectory:
         """One trajectory with its tensors, or only these columns of it; checksums are verified."""

@@ -1,0 +1,197 @@
+"""What to launch next, and when to hold back: just in time, combination by combination.
+
+Launching early makes data stale only across a publish. So a group is launched one lead ahead of its turn: when the
+trainer will have used up what is there of its combination by the time it is complete. Two rules keep the run alive:
+what the open train batch still needs is never held back, and while the trainer starves nothing is, except what would
+be too stale at its turn. Each combination is judged by itself, so that a fast one's surplus never takes a slow one's
+place. Published work: AReaL's launch gate (arXiv 2505.24298) bounds the whole; here each part is bounded.
+
+Pure: observations in, decisions out.
+
+>>> from dataclasses import replace
+>>> launching = Launching()
+>>> demand = Outlook(seats={("a",): 2}, mix={("a",): 4}, minis=4, steps=4, steps_left=2, pace=10.0, starving=False)
+>>> launching.next(demand, {("a",): 1})               # the open train batch needs 2, 1 is there
+('a',)
+>>> launching.took(("a",), 15.0)
+>>> launching.next(demand, {("a",): 2})               # needed in 2 steps, 20 s; complete in 15 s: too early
+>>> launching.next(replace(demand, steps_left=1), {("a",): 2})
+('a',)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from knit_data.admission import Admission, Candidate
+from knit_data.quotas import Combination
+
+C = TypeVar("C", bound=Candidate)
+D = TypeVar("D", bound="Demand")
+Counts = Mapping[Combination, int]
+
+_RECENT = 64  # durations that a lead is estimated from
+_SPREAD = 0.5  # standard deviations that a lead lies above the mean: holding back then costs under 1 % of throughput
+_URGENCY = 0.5  # share of the lead that orders launches: the whole lead favours slow sources at the cost of fast ones
+_BY_COMBINATION = {"deficits", "seats", "mix", "waiting", "surplus", "yields"}
+_FAR = 2  # train batches ahead at most, where no staleness bound says otherwise
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the open train batch still needs: groups by combination of quota attributes, and free seats beside."""
+
+    train_batch: int = 0
+    deficits: Counts = field(default_factory=dict)
+    free: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: [[list(c), n] for c, n in v.items()] if isinstance(v, Mapping) else v for k, v in data.items()}
+
+    @classmethod
+    def from_json(cls: type[D], data: Mapping[str, Any]) -> D:
+        """Raises KeyError, TypeError or ValueError where it is not what ``to_json`` made."""
+        values = {f.name: data[f.name] for f in fields(cls)}
+        for name in _BY_COMBINATION & values.keys():
+            kind = float if name in ("surplus", "yields") else int
+            values[name] = {tuple(map(str, combination)): kind(n) for combination, n in values[name]}
+        if "attributes" in values:
+            values["attributes"] = tuple(map(str, values["attributes"]))
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Outlook(Demand):
+    """A demand with what a launcher must know beside.
+
+    ``attributes``: what combinations give values of. ``seats``: one way to fill all seats left; ``mix``: a whole
+    train batch. ``waiting``: complete groups without a seat. ``surplus``: groups trained beyond their share of the mix
+    so far. ``yields``: share of complete groups that were not dropped, where it is below 1. ``minis``, ``steps``:
+    mini-batches of a pass and optimizer steps of a train batch; ``steps_left``: those not yet begun. ``pace``: seconds
+    a step takes when nothing is waited for; None: not known yet. ``starving``: the trainer waits for groups.
+    ``limit``: optimizer steps that a group may be older than its train batch's start; None: no bound.
+    """
+
+    attributes: tuple[str, ...] = ()
+    seats: Counts = field(default_factory=dict)
+    mix: Counts = field(default_factory=dict)
+    waiting: Counts = field(default_factory=dict)
+    surplus: Mapping[Combination, float] = field(default_factory=dict)
+    yields: Mapping[Combination, float] = field(default_factory=dict)
+    minis: int = 1
+    steps: int = 1
+    steps_left: int = 1
+    pace: float | None = None
+    starving: bool = True
+    limit: int | None = None
+
+
+def outlook_of(
+    admission: Admission[C], pace: float | None, starving: bool, yields: Mapping[Combination, float] | None = None
+) -> Outlook:
+    """The demand of an open train batch, for launchers."""
+    sizes, p, seats, rule = admission.sizes, admission.progress, admission.seats, admission.staleness
+    steps = sizes.clock.steps
+    return Outlook(
+        p.train_batch,
+        seats.deficits(),
+        seats.free(),
+        admission.quotas.attributes,
+        seats.completion(),
+        admission.mix,
+        admission.waiting_by_combination(),
+        admission.surplus(),
+        yields or {},
+        sizes.minis,
+        steps,
+        steps * (p.train_batch + 1) - sizes.index(p),
+        pace,
+        starving,
+        None if rule is None else rule.steps(sizes.clock),
+    )
+
+
+class Pace:
+    """Seconds of an optimizer step, from the times of admissions that nothing was waited for."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._last: float | None = None
+
+    def admitted(self, now: float, waited: bool) -> None:
+        if self._last is not None and not waited:
+            took = now - self._last
+            self.seconds = took if self.seconds is None else 0.9 * self.seconds + 0.1 * took
+        self._last = now
+
+
+class Yields:
+    """Share of groups, by combination, that complete and are not dropped for what they are."""
+
+    def __init__(self) -> None:
+        self._fates: dict[Combination, deque[bool]] = {}
+
+    def add(self, combination: Combination, kept: bool) -> None:
+        self._fates.setdefault(combination, deque(maxlen=_RECENT)).append(kept)
+
+    def shares(self) -> dict[Combination, float]:
+        """Where some were dropped lately; never 0, so that launching goes on."""
+        return {c: (1 + sum(f)) / (1 + len(f)) for c, f in self._fates.items() if not all(f)}
+
+
+class Launching:
+    """Decides what to launch; learns how long groups take."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Combination, deque[float]] = {}
+
+    def took(self, combination: Combination, seconds: float) -> None:
+        """A group was complete so many seconds after its launch."""
+        self._seconds.setdefault(combination, deque(maxlen=_RECENT)).append(seconds)
+
+    def next(self, demand: Outlook, in_flight: Counts, version: int = 0) -> Combination | None:
+        """The combination to launch a group of, or None: hold back. ``in_flight``: launched and not complete;
+        ``version``: the policy version that a group launched now would start with."""
+        best: tuple[float, Combination] | None = None
+        for combination, whole in demand.mix.items():
+            needed = demand.seats.get(combination, 0)
+            if not whole and not needed:
+                continue
+            there = in_flight.get(combination, 0) * demand.yields.get(combination, 1.0)
+            there += demand.waiting.get(combination, 0) + demand.surplus.get(combination, 0.0)
+            turn, batches = self._turn(demand, there, needed, whole)
+            mean, spread = self._lead(combination, demand)
+            if there >= needed:
+                limit = _FAR * demand.steps if demand.limit is None else demand.limit
+                if (demand.train_batch + batches) * demand.steps - version > limit:
+                    continue
+                if not demand.starving and turn >= mean + spread:
+                    continue
+            urgency = turn - _URGENCY * mean
+            if best is None or urgency < best[0]:
+                best = urgency, combination
+        return best[1] if best else None
+
+    @staticmethod
+    def _turn(demand: Outlook, there: float, needed: int, whole: int) -> tuple[float, int]:
+        """Steps until one more than ``there`` is needed, and the train batches until then."""
+        if there < needed or not whole:
+            first = sum(demand.seats.values()) * demand.minis / max(1, sum(demand.mix.values()))  # steps that fill them
+            return (first * there / needed if there > 0 else demand.minis * there / max(1, whole)), 0
+        batches, part = divmod((there - needed) / whole, 1.0)
+        return demand.steps_left + batches * demand.steps + part * demand.minis, 1 + int(batches)
+
+    def _lead(self, combination: Combination, demand: Outlook) -> tuple[float, float]:
+        """Steps from launch to completion: the recent mean, and how much more to be safe. Before anything is known:
+        a whole train batch."""
+        recent = self._seconds.get(combination)
+        if not recent or not demand.pace:
+            return float(demand.steps), 0.0
+        mean = sum(recent) / len(recent)
+        deviation = math.sqrt(sum((s - mean) ** 2 for s in recent) / len(recent))
+        return mean / demand.pace, _SPREAD * deviation / demand.pace
