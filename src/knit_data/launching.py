@@ -149,10 +149,14 @@ class Launching:
 
     def __init__(self) -> None:
         self._seconds: dict[Combination, deque[float]] = {}
+        self._taken: dict[Combination, tuple[float, float]] = {}  # their mean and deviation
 
     def took(self, combination: Combination, seconds: float) -> None:
         """A group was complete so many seconds after its launch."""
-        self._seconds.setdefault(combination, deque(maxlen=_RECENT)).append(seconds)
+        recent = self._seconds.setdefault(combination, deque(maxlen=_RECENT))
+        recent.append(seconds)
+        mean = sum(recent) / len(recent)
+        self._taken[combination] = mean, math.sqrt(sum((s - mean) ** 2 for s in recent) / len(recent))
 
     def next(self, demand: Outlook, in_flight: Counts, version: int = 0) -> Combination | None:
         """The combination to launch a group of, or None: hold back. ``in_flight``: launched and not complete;
@@ -189,9 +193,8 @@ class Launching:
     def _lead(self, combination: Combination, demand: Outlook) -> tuple[float, float]:
         """Steps from launch to completion: the recent mean, and how much more to be safe. Before anything is known:
         a whole train batch."""
-        recent = self._seconds.get(combination)
-        if not recent or not demand.pace:
+        taken = self._taken.get(combination)
+        if taken is None or not demand.pace:
             return float(demand.steps), 0.0
-        mean = sum(recent) / len(recent)
-        deviation = math.sqrt(sum((s - mean) ** 2 for s in recent) / len(recent))
+        mean, deviation = taken
         return mean / demand.pace, _SPREAD * deviation / demand.pace

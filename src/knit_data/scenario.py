@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -149,8 +150,11 @@ class Scenario:
                 f"{self.groups} groups of a train batch cannot be cut into {self.mini_batches} mini-batches of the "
                 "same size; change mini_batches or a source's groups."
             )
-        g = self.slack
-        bounds = {n: (max(0, s.groups - g), s.groups + g) if g else s.groups for n, s in self.sources.items()}
+        g, least = self.slack, min(self.sources, key=lambda n: self.sources[n].groups)
+        if g > self.sources[least].groups:
+            found = f"found {g} with {self.sources[least].groups} groups of {least!r}"
+            raise InvalidArgument(f"Scenario slack must leave each source's quota at least 0, {found}.")
+        bounds = {n: (s.groups - g, s.groups + g) if g else s.groups for n, s in self.sources.items()}
         object.__setattr__(self, "quotas", Quotas({"source": bounds}))
 
     @property
@@ -186,6 +190,12 @@ class Scenario:
         """The one that belongs to the bottleneck."""
         trainer_bound = self.train_seconds * self.mini_batches >= self.rollout_seconds
         return self.bounds[1] if trainer_bound else self.bounds[0]
+
+    def facts(self) -> dict[str, Any]:
+        """What a reader of a trace must know, ready for JSON."""
+        chosen = vars(self) | {"groups": self.groups, "train_seconds": self.train_seconds}
+        chosen["quotas"] = {n: [s.groups - self.slack, s.groups + self.slack] for n, s in self.sources.items()}
+        return {k: v for k, v in chosen.items() if k not in ("sources", "rho", "step_seconds")}
 
     def estimate(self) -> float:
         """Where whole groups launched in a steady order end up: gamma C / B + rho / M, gamma being the slots' worth

@@ -126,7 +126,7 @@ class _Run:
         self.done: list[float] = []  # of each train batch
         self.publishes: list[tuple[float, int]] = [(0.0, 0)]
         self.published: list[int] = []  # places of those that followed
-        self.events: list[tuple[float, int, str, _Group | None]] = []
+        self.events: list[tuple[float, int, str, _Group | None, int]] = []
         self.trace: list[Event] = []
         self.count = 0
 
@@ -140,17 +140,17 @@ class _Run:
             if not self.events:
                 self.dead_ends = 1
                 return
-            self.now, _, kind, group = heapq.heappop(self.events)
+            self.now, _, kind, group, response = heapq.heappop(self.events)
             if group is not None:
-                self._end(group)
+                self._end(group, response)
             elif kind == "step":
                 self._stepped()
             else:
                 self._publish()
 
-    def _at(self, seconds: float, kind: str, group: _Group | None = None) -> None:
+    def _at(self, seconds: float, kind: str, group: _Group | None = None, response: int = 0) -> None:
         self.count += 1
-        heapq.heappush(self.events, (seconds, self.count, kind, group))
+        heapq.heappush(self.events, (seconds, self.count, kind, group, response))
 
     def _note(self, event: str, **facts: Any) -> None:
         self.trace.append({"time": self.now, "event": event, **facts})
@@ -168,10 +168,11 @@ class _Run:
             group, seconds = self.pending.popleft()
             self.free -= 1
             group.places.append(len(self.trace))
-            self._note("start", group=group.key, response=len(group.starts), version=self.version)
+            response = len(group.starts)
+            self._note("start", group=group.key, response=response, version=self.version)
             group.starts.append(self.now)
             group.versions.append(self.version)
-            self._at(self.now + seconds, "end", group)
+            self._at(self.now + seconds, "end", group, response)
 
     def _next_source(self) -> str | None:
         sources = self.scenario.sources
@@ -197,9 +198,9 @@ class _Run:
         self.pending.extend((group, s) for s in seconds)
         self._note("launch", group=group.key, source=name)
 
-    def _end(self, group: _Group) -> None:
+    def _end(self, group: _Group, response: int) -> None:
         self.free += 1
-        self._note("completion", group=group.key)
+        self._note("completion", group=group.key, response=response)
         group.ended += 1
         if group.ended < len(group.seconds):
             return
