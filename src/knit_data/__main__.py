@@ -45,10 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser("python -m knit_data", description="knit_data on the command line.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     _add_simulate(commands)
-    options = parser.parse_args(argv)
     try:
-        options.run(options)
-        sys.stdout.flush()
+        try:
+            options = parser.parse_args(argv)
+            options.run(options)
+        finally:
+            sys.stdout.flush()
     except (InvalidArgument, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit

@@ -115,6 +115,7 @@ class _Run:
         self.lengths = [np.random.default_rng([seed, 0, i]) for i in range(len(scenario.sources))]
         self.fates = [np.random.default_rng([seed, 1, i]) for i in range(len(scenario.sources))]
         self.launched = dict.fromkeys(scenario.sources, 0)
+        self.lost = dict.fromkeys(scenario.sources, 0)
         self.groups: list[_Group] = []
         self.pending: deque[tuple[_Group, float]] = deque()  # responses of launched groups, without a slot
         self.in_flight: dict[Combination, int] = {}
@@ -180,11 +181,12 @@ class _Run:
             demand = outlook_of(self.admission, self.pace.seconds, not self.busy, self.yields.shares())
             combination = self.launching.next(demand, self.in_flight, self.version // self.unit)
             return combination[0] if combination else None
-        lost = sum(self.dropped.values())
+        lost = sum(self.lost.values())
         ahead = 0 if self.policy == "colocated" else self.scenario.launch_ahead
         if sum(self.launched.values()) - lost >= (ahead + self.version // self.minis + 1) * self.scenario.groups:
             return None
-        return min(sources, key=lambda name: (self.launched[name] + 0.5) / sources[name].groups)
+        gone = self.lost if self.policy == "colocated" else {}  # it fills one train batch; others know no losses
+        return min(sources, key=lambda name: (self.launched[name] - gone.get(name, 0) + 0.5) / sources[name].groups)
 
     def _launch(self, name: str) -> None:
         source, at = self.scenario.sources[name], list(self.scenario.sources).index(name)
@@ -219,6 +221,7 @@ class _Run:
 
     def _drop(self, group: _Group, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self.lost[group.source] += 1
         self._note("drop", group=group.key, reason=reason)
 
     # -- training ---------------------------------------------------------------------------------------------------
