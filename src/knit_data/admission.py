@@ -20,7 +20,8 @@ from knit_data.errors import InvalidArgument, StateError
 from knit_data.groups import Dropped, Group
 from knit_data.infos import InfoTable, TrajectoryInfo
 from knit_data.ledger import Progress
-from knit_data.quotas import Combination, Quotas, QuotaSeats
+from knit_data.quotas import Combination, Quotas
+from knit_data.seats import QuotaSeats
 from knit_data.staleness import Clock, Staleness
 
 

@@ -30,7 +30,8 @@ from knit_data.groups import (
 )
 from knit_data.infos import InfoTable, parse_attributes
 from knit_data.ledger import Entry, Ledger, Progress, Runs, runs_of
-from knit_data.quotas import Combination, Quotas, QuotaSeats
+from knit_data.quotas import Combination, Quotas
+from knit_data.seats import QuotaSeats
 from knit_data.staleness import Staleness
 from knit_data.store.store import Demand
 from knit_data.stream import TrajectoryStream, stored
@@ -174,7 +175,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             "group_size": self.group_size,
             "epochs": self.sizes.epochs,
             "seed": self.seed,
-            "quotas": {f"{a}={v}": str(b) for a in self.quotas.attributes for (v,), b in self.quotas.bounds().items()},
+            "quotas": self.quotas.to_json(self.sizes.train_batch),
         }
         ledger = Ledger(self.stream.store.id, terms, remember_all=self.staleness is None)
         if state is not None:
