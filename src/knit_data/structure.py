@@ -106,7 +106,7 @@ class Block:
         kept = terms
         for i in range(len(self.levels)):
             kept = self._without(kept, [t for t in kept if t[0] == i])
-        for term in sorted(kept, key=lambda t: low[t]):
+        for _, _, term in sorted((low[t], -at, t) for at, t in enumerate(kept)):
             kept = self._without(kept, [term])
         return kept
 
