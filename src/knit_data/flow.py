@@ -143,7 +143,7 @@ class Flow:
     def can_release(self, key: int) -> bool:
         """In a window, only what was admitted last: its mini-batch decides what may follow."""
         if self.minima is None:
-            return True
+            return self.counts[key] > 0
         return self.admitted > self.before and self.inside[self._entry(key, self.admitted - 1)] > 0
 
     def _move(self, key: int, edge: int, by: int) -> None:

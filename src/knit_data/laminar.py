@@ -122,6 +122,9 @@ class Tree:
     def admit(self, key: int) -> None:
         self._move(key, 1)
 
+    def can_release(self, key: int) -> bool:
+        return self.count[self.forest.leaf[key]] > 0
+
     def release(self, key: int) -> None:
         self._move(key, -1)
 

@@ -256,8 +256,8 @@ def _amount(what: str, n: Any) -> float:
     if isinstance(n, float) and 0 < n <= 1:
         return n
     raise InvalidArgument(
-        f"{what}: {n!r} is neither; give a count of groups, an int >= 0, or a share of the train batch, a float above "
-        "0 and up to 1.0. Ranges are (low, high) tuples, kd.at_least(n) and kd.at_most(n)."
+        f"{what}: give a count of groups (an int >= 0) or a share of the train batch (a float above 0, up to 1.0), not "
+        f"{n!r}; ranges are (low, high) tuples, kd.at_least(n) and kd.at_most(n)."
     )
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from knit_data.errors import InvalidArgument
-from knit_data.flow import Flow
 from knit_data.quotas import Bounds, Combination, Quotas
 from knit_data.structure import Block, Part, Term, blocks_of
 
@@ -105,9 +104,7 @@ class QuotaSeats:
     def release(self, combination: Combination) -> None:
         """Undo an admission; with a window, one of the latest mini-batch."""
         places = list(zip(self._parts, self._place(combination), strict=True))
-        if self.counts.get(combination, 0) < 1 or not all(
-            part.can_release(key) for part, key in places if isinstance(part, Flow)
-        ):
+        if self.counts.get(combination, 0) < 1 or not all(part.can_release(key) for part, key in places):
             raise InvalidArgument(f"{'/'.join(combination) or 'a group'} was not admitted last; nothing to release.")
         for part, key in places:
             part.release(key)
@@ -117,9 +114,9 @@ class QuotaSeats:
         self.left += 1
 
     def deficits(self) -> dict[Combination, int]:
-        """Groups that minima still reserve, by combination: the fewest that close all of them, as part of a way to
-        fill all seats. Where attributes combine freely one group serves several; what an attribute needs less of is
-        made up with values that have room."""
+        """Groups that minima still reserve, by combination: the fewest that close all of them and are part of a way to
+        fill all seats (a few more in rare cases of crossing attributes, see ``flow``). Where attributes combine freely
+        one group serves several; what an attribute needs less of is made up with values that have room."""
         parts = self._start(dict(self.counts))
         short = max((part.short for part in parts), default=0)
         return self._paired([part.fill(short) for part in parts], short)

@@ -11,7 +11,7 @@ own, is one block:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
@@ -33,6 +33,7 @@ class Part(Protocol):
     def copy(self) -> Part: ...
     def fits(self, key: int) -> bool: ...
     def admit(self, key: int) -> None: ...
+    def can_release(self, key: int) -> bool: ...
     def release(self, key: int) -> None: ...
     @property
     def short(self) -> int: ...
@@ -73,6 +74,7 @@ class Block:
     def start(self, counts: Sequence[int] | None = None, kept: Collection[Term] | None = None) -> Part:
         """The counts of a train batch; ``kept``: as if there were these quotas only."""
         counts = counts or [0] * len(self.keys)
+        kept = None if kept is None else set(kept)
         levels = [
             level if kept is None else replace(level, bounds={c: b for c, b in level.bounds.items() if (i, c) in kept})
             for i, level in enumerate(self.levels)
@@ -215,9 +217,10 @@ def _free(keys: Sequence[Combination], names: Sequence[int]) -> list[tuple[int, 
     return out
 
 
-def _subsets(items: Sequence[int]) -> list[tuple[int, ...]]:
+def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The smallest first."""
-    return [some for n in range(len(items) + 1) for some in combinations(items, n)]
+    for n in range(len(items) + 1):
+        yield from combinations(items, n)
 
 
 def _seen(support: Sequence[Combination], where: Sequence[int]) -> tuple[Combination, ...]:
