@@ -21,7 +21,8 @@ import xxhash
 from knit_data.errors import InvalidArgument, StateError
 from knit_data.infos import InfoTable, TrajectoryInfo
 from knit_data.ledger import Progress
-from knit_data.quotas import Combination, Quotas, QuotaSeats
+from knit_data.quotas import Combination, Quotas
+from knit_data.seats import QuotaSeats
 from knit_data.staleness import Clock, Staleness
 
 _STEPS = 1000  # looks before a search is given up
@@ -116,7 +117,7 @@ class Admission(Generic[C]):
         self._hopeless = False  # nothing has changed since no mini-batch was found
 
     def _seats(self, counts: Mapping[Combination, int] | None = None) -> QuotaSeats:
-        return QuotaSeats(self.quotas, self.sizes.train_batch, counts)
+        return QuotaSeats(self.quotas, self.sizes.train_batch, counts, self.sizes.mini_batch)
 
     def restore(self, progress: Progress, counts: Mapping[Combination, int], batch: Sequence[C]) -> None:
         self.progress, self.batch = progress, list(batch)

@@ -31,7 +31,8 @@ from knit_data.groups import (
 from knit_data.infos import InfoTable, parse_attributes
 from knit_data.launching import Outlook, outlook_of
 from knit_data.ledger import Entry, Ledger, Progress, Runs, runs_of
-from knit_data.quotas import Combination, Quotas, QuotaSeats
+from knit_data.quotas import Combination, Quotas
+from knit_data.seats import QuotaSeats
 from knit_data.staleness import Staleness
 from knit_data.stream import TrajectoryStream, stored
 from knit_data.truncate import truncated
@@ -93,7 +94,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         )
         self.policy = groups or GroupPolicy()
         self.max_tokens = self.policy.max_tokens
-        QuotaSeats(self.quotas, train_batch_size)  # refuses quotas that cannot add up
+        QuotaSeats(self.quotas, train_batch_size, None, mini_batch_size)  # refuses quotas that cannot add up
         self._ledger: Ledger | None = None
         self._failure: Exception | None = None
         self._waiting_since: float | None = None
@@ -174,7 +175,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             "group_size": self.group_size,
             "epochs": self.sizes.epochs,
             "seed": self.seed,
-            "quotas": {f"{a}={v}": str(b) for a in self.quotas.attributes for (v,), b in self.quotas.bounds().items()},
+            "quotas": self.quotas.to_json(self.sizes.train_batch),
         }
         ledger = Ledger(self.stream.store.id, terms, remember_all=self.staleness is None)
         if state is not None:
@@ -380,7 +381,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             self._demanded = demand
 
     def _seats(self) -> QuotaSeats:
-        return QuotaSeats(self.quotas, self.sizes.train_batch)
+        return QuotaSeats(self.quotas, self.sizes.train_batch, None, self.sizes.mini_batch)
 
     def _required(self) -> Ledger:
         if self._ledger is None:

@@ -335,13 +335,12 @@ class _Run:
 
     def _violations(self) -> int:
         """Train batches off their quotas, counted from what was trained."""
-        bounds = self.scenario.quotas.mapping["source"]
+        bounds = self.scenario.quotas.resolved(self.scenario.groups)["source"]
         counts = [dict.fromkeys(self.scenario.sources, 0) for _ in self.done]
         for group in self.groups:
             if 0 <= group.train_batch < len(counts):
                 counts[group.train_batch][group.source] += 1
-        pairs = {n: b if isinstance(b, tuple) else (b, b) for n, b in bounds.items()}
-        return sum(any(not pairs[n][0] <= c <= pairs[n][1] for n, c in found.items()) for found in counts)
+        return sum(any(not bounds[n].low <= c <= (bounds[n].high or 0) for n, c in found.items()) for found in counts)
 
     def _token_means(self, trained: Sequence[_Group]) -> Array:
         """Mean over a response's life of the version that was published then: its tokens come at a steady rate."""
