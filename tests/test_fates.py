@@ -99,12 +99,13 @@ def test_without_a_staleness_bound_trained_ids_are_remembered_for_good() -> None
 
 def test_an_error_of_the_users_own_is_raised_again() -> None:
     def keep(infos: Sequence[kd.TrajectoryInfo]) -> bool:
-        raise ZeroDivisionError(infos[0].group)
+        raise ZeroDivisionError(infos[0].id)
 
     made = sampler(fill(memory(), 8), groups=kd.GroupPolicy(keep=keep))
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError, match="g0000"):
+        with pytest.raises(InvalidGroup, match="keep raised ZeroDivisionError for group 'g0000': g0000/0") as caught:
             made.next()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_late_members_of_a_group_that_was_just_dropped() -> None:
