@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from makers import fill, group, groups_of, memory, rest_of, rows, sampler, traje
 
 import knit_data as kd
 from knit_data.errors import CorruptData, StateError
-from knit_data.groups import Dropped
+from knit_data.groups import EXTRAS, Dropped
 from knit_data.intake import Flights, Intake
 from knit_data.sampler import Admitted
 from knit_data.store.memory import ManualClock
@@ -203,7 +204,7 @@ def test_every_row_of_a_living_store_has_one_fate(
     puts = [put for g, (kind, *rest) in enumerate(kinds) for put in puts_of(f"g{g}", kind, *rest)]
     rng.shuffle(puts)
     fates: Counter[tuple[int, int, int]] = Counter()
-    ended: dict[str, list[str]] = {}
+    ended: dict[str, list[tuple[str, int]]] = {}  # by group: the reason, and the train batch that was open
     policy: dict[str, Any] = {} if timeout is None else {"incomplete": "drop", "timeout": timeout}
     made = sampler(
         store,
@@ -220,7 +221,7 @@ def test_every_row_of_a_living_store_has_one_fate(
     def recorded(self: Intake, dropped: Dropped) -> None:
         fates.update(info.address for info in dropped.table.infos())
         if dropped.name is not None:
-            ended.setdefault(dropped.name, []).append(dropped.reason)
+            ended.setdefault(dropped.name, []).append((dropped.reason, self.admission.progress.train_batch))
         drop(self, dropped)
 
     def admit(timeout: float = 0.0) -> bool:
@@ -228,7 +229,7 @@ def test_every_row_of_a_living_store_has_one_fate(
         if admitted is not None and admitted.mini.epoch == 0:
             fates.update(info.address for info in admitted.mini.infos)
             for name in groups_of(admitted.mini):
-                ended.setdefault(name, []).append("trained")
+                ended.setdefault(name, []).append(("trained", admitted.mini.train_batch))
         return admitted is not None
 
     with pytest.MonkeyPatch.context() as patch:
@@ -250,12 +251,13 @@ def test_every_row_of_a_living_store_has_one_fate(
     assert set(fates.values()) <= {1} and len(fates) == sum(len(members) for _, members in puts)
     names = set(ended) | {table[0].group for table in left}
     assert names == {f"g{g}" for g in range(len(kinds))}
-    for reasons in ended.values():
-        # what comes more than a staleness window after its group's end is too old, whoever it was
-        assert set(reasons[1:]) <= {"stale"}
-    assert timeout is not None or not any("incomplete" in reasons for reasons in ended.values())
-    counted = Counter(r for reasons in ended.values() for r in reasons if r != "trained")
-    assert {r: n for r, n in made.dropped().items() if r in counted} == counted
+    for fates_of in ended.values():
+        for (_, before), (reason, after) in pairwise(fates_of):
+            # nobody remembers for longer than a staleness window, after which nothing of it can be trained any more
+            assert after > before + 1 and reason != "trained"
+    counted = Counter(reason for fates_of in ended.values() for reason, _ in fates_of if reason != "trained")
+    assert timeout is not None or not counted["incomplete"]
+    assert {r: n for r, n in made.dropped().items() if r not in EXTRAS} == counted
 
 
 # -- keep and annotate -------------------------------------------------------------------------------------------------
@@ -335,6 +337,7 @@ def test_later_passes_keep_what_annotate_gave_in_the_first() -> None:
     made = sampler(store, **arguments)
     for index in range(12):
         assert {i.values["x"] for i in made.next().infos} == {5.0}
+        assert len(made._annotated) == (0 if index % 6 == 5 else min(4, 2 * (index % 6 + 1)))
         assert len(calls) == 2 * min(4, 2 * (index % 6 + 1)) + (index >= 6) * 8
     made = sampler(store, **arguments)
     for _ in range(4):
