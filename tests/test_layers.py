@@ -15,11 +15,11 @@ MAX_LINES = 400
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "infos", "errors"),
     (
-        *("quotas", "laminar", "flow", "structure", "seats"),
-        *("admission", "planning", "staleness", "groups", "ledger", "launching", "scenario", "ops"),
+        *("quotas", "laminar", "flow", "structure", "seats", "staleness", "policy", "groups", "ledger"),
+        *("admission", "explain", "launching", "scenario", "planning", "ops"),
     ),
     ("store",),
-    ("stream", "truncate", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),
+    ("stream", "truncate", "intake", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),
     ("encoder", "minibatch", "loader", "pacing", "simulation", "compare"),
     ("integrations", "__main__"),
 )

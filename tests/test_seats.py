@@ -18,7 +18,7 @@ import knit_data as kd
 from knit_data import seats as seats_module
 from knit_data.errors import InvalidArgument
 from knit_data.quotas import Bounds, Combination, Quotas
-from knit_data.seats import QuotaSeats
+from knit_data.seats import Line, QuotaSeats
 from knit_data.structure import blocks_of
 
 Range = tuple[int, int]
@@ -340,7 +340,7 @@ def test_what_is_shown_is_true_in_every_state(data: Any, rng: Any) -> None:
             assert (again.deficits(), again.completion(), again.lines()) == (short, rest, seats.lines())
             check(again, spec, alive)
         able = [key for key in spec.keys if seats.admissible(key)]
-        lines = {name: (bound, taken, left) for name, bound, taken, left in seats.lines()}
+        lines = {line.label: (line.bounds, line.taken, line.left) for line in seats.lines()}
         for (i, name), (low, high) in spec.terms().items():
             label = "/".join(name) if i < 0 or len(spec.values) == 1 else f"{'abcd'[i]}={name[0]}"
             fits = any((key if i < 0 else (key[i],)) == name for key in able)
@@ -587,7 +587,7 @@ def test_a_worked_example() -> None:
     assert admissible == {"math", "vqa"}, "the last five seats are reserved: 4 math, 1 vqa"
     with pytest.raises(InvalidArgument, match="no seat is left for web"):
         seats.admit(("web",))
-    assert seats.lines()[3] == ("web", Bounds(0, 1), 1, False)
+    assert seats.lines()[3] == Line("web", (0,), ("web",), Bounds(0, 1), 1, False)
 
 
 def test_without_quotas_only_the_seats_count() -> None:

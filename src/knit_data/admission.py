@@ -313,28 +313,3 @@ def mini_batch(tables: Sequence[InfoTable], index: int, before: Progress, is_las
         before.position,
         is_last,
     )
-
-
-def explain(admission: Admission[C], incomplete: Mapping[Combination, int], dropped: Mapping[str, int]) -> str:
-    """One sentence: what the open mini-batch needs, what is there, and what is short."""
-    p, sizes, seats = admission.progress, admission.sizes, admission.seats
-    waiting: dict[Combination, int] = {}
-    for group in list(admission.waiting.values()):  # another thread may be admitting
-        waiting[group.combination] = waiting.get(group.combination, 0) + 1
-    parts = []
-    for c, bound in seats.bounds.items():
-        state = f"{seats.counts[c]} in, {waiting.get(c, 0)} complete, {incomplete.get(c, 0)} incomplete"
-        parts.append(f"{'/'.join(c)} ({bound}: {state}{'' if seats.admissible(c) else ', no seat left'})")
-    if not parts:
-        parts = [f"{sum(waiting.values())} complete, {sum(incomplete.values())} incomplete"]
-    missing = {c: n - waiting.get(c, 0) for c, n in seats.deficits().items()}
-    short = [f"{n} {'/'.join(c)}" for c, n in missing.items() if n > 0]
-    text = (
-        f"train batch {p.train_batch}, mini-batch {p.position + 1} of {sizes.minis} waits for {sizes.mini_batch} "
-        f"groups that fit: {'; '.join(parts)}; {seats.free()} free of {seats.left} seats left"
-    )
-    if short:
-        text += f"; short of {', '.join(short)}"
-    if dropped:
-        text += "; dropped " + ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
-    return text + "."

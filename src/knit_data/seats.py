@@ -15,10 +15,27 @@ a resume, and another thread may ask.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from knit_data.errors import InvalidArgument
 from knit_data.quotas import Bounds, Combination, Quotas
 from knit_data.structure import Block, Part, Term, blocks_of
+
+
+@dataclass(frozen=True)
+class Line:
+    """One quota as it stands: its name, its bounds, the groups in, and whether a seat for one more is left."""
+
+    label: str
+    where: tuple[int, ...]  # attributes, by their place in a combination
+    values: Combination
+    bounds: Bounds
+    taken: int
+    left: bool
+
+    def counts(self, combination: Combination) -> bool:
+        """Whether a group of this combination counts in it."""
+        return all(combination[i] == value for i, value in zip(self.where, self.values, strict=True))
 
 
 class QuotaSeats:
@@ -132,8 +149,8 @@ class QuotaSeats:
         left = self.size - sum(counts.values())
         return self._paired([part.fill(left) for part in self._start(counts)], left)
 
-    def lines(self) -> list[tuple[str, Bounds, int, bool]]:
-        """For each quota: its name, its bounds, the groups in, and whether a seat for one more is left."""
+    def lines(self) -> list[Line]:
+        """All quotas: values of attributes first, then combinations that the support bounds."""
         counts = dict(self.counts)
         left, parts = self.size - sum(counts.values()), self._start(counts)
         fits = [[left > 0 and part.fits(key) for key in range(len(b.keys))] for part, b in self._both(parts)]
@@ -145,9 +162,10 @@ class QuotaSeats:
                     able = fits[i][self._keys[i][(value,)]]
                 else:
                     able = left > 0 and any(self._fits(fits, c) for c in self._support if c[i] == value)
-                out.append((self._name((i,), (value,)), bound, taken, able))
+                out.append(Line(self._name((i,), (value,)), (i,), (value,), bound, taken, able))
         for c, bound in self._cells.items():
-            out.append((self._name(range(len(c)), c), bound, counts[c], left > 0 and self._fits(fits, c)))
+            where = tuple(range(len(c)))
+            out.append(Line(self._name(where, c), where, c, bound, counts[c], left > 0 and self._fits(fits, c)))
         return out
 
     # -- inside -----------------------------------------------------------------------------------------------------
