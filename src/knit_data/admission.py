@@ -115,12 +115,13 @@ class Admission(Generic[C]):
         self.trained: dict[Combination, int] = {}  # groups admitted since the start, by combination
         self._fresh: list[C] = []  # offered since the last expiry
         self._hopeless = False  # nothing has changed since no mini-batch was found
+        self._needs: tuple[dict[Combination, int], dict[Combination, int]] | None = None
 
     def _seats(self, counts: Mapping[Combination, int] | None = None) -> QuotaSeats:
         return QuotaSeats(self.quotas, self.sizes.train_batch, counts, self.sizes.mini_batch)
 
     def restore(self, progress: Progress, counts: Mapping[Combination, int], batch: Sequence[C]) -> None:
-        self.progress, self.batch = progress, list(batch)
+        self.progress, self.batch, self._needs = progress, list(batch), None
         self.seats = self._seats(counts)
 
     def offer(self, group: C) -> None:
@@ -246,8 +247,14 @@ class Admission(Generic[C]):
             last = p.short is None
             p = Progress(p.train_batch + 1) if last else replace(p, epoch=self.sizes.epochs)
             self.batch, self.seats = [], self._seats()
-        self.progress, self._hopeless = p, False
+        self.progress, self._hopeless, self._needs = p, False, None
         return index, last
+
+    def needs(self) -> tuple[dict[Combination, int], dict[Combination, int]]:
+        """What minima still reserve, and one way to fill all seats left; the same between two commits."""
+        if self._needs is None:
+            self._needs = self.seats.deficits(), self.seats.completion()
+        return self._needs
 
     def waiting_by_combination(self) -> dict[Combination, int]:
         return {combination: len(heap) for combination, heap in self._heaps.items() if heap}

@@ -96,13 +96,13 @@ def outlook_of(
 ) -> Outlook:
     """The demand of an open train batch, for launchers."""
     sizes, p, seats, rule = admission.sizes, admission.progress, admission.seats, admission.staleness
-    steps = sizes.clock.steps
+    steps, (deficits, filled) = sizes.clock.steps, admission.needs()
     return Outlook(
         p.train_batch,
-        seats.deficits(),
-        seats.free(),
+        deficits,
+        seats.left - sum(deficits.values()),
         admission.quotas.attributes,
-        seats.completion(),
+        filled,
         admission.mix,
         admission.waiting_by_combination(),
         admission.surplus(),
