@@ -101,8 +101,8 @@ class TrajectoryStore(Catalogue):
     def publish_in_flight(self, share: tuple[int, int], launches: Sequence[InFlight]) -> None:
         """All that launcher i of n has in flight; ``share`` is (i, n). Call it after the rows of what is done are
         there, so that every group is seen in flight or in its rows."""
-        index, count = share
-        if any(isinstance(n, bool) or not isinstance(n, int) for n in share) or not 0 <= index < count:
+        index, count = share if isinstance(share, tuple) and len(share) == 2 else (None, None)
+        if not (type(index) is int and type(count) is int and 0 <= index < count):
             raise InvalidArgument(f"publish_in_flight needs launcher i of n as (i, n), 0 <= i < n, found {share!r}.")
         data = {"launches": [[x.group, dict(x.attributes), x.version] for x in launches]}
         self.backend.put(f"registers/inflight.{index}", json.dumps(data).encode())
