@@ -291,7 +291,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         entry = self._intake.settle(chosen if before.epoch == 0 else [], before, self.stream.firsts())
         if entry.closes:
             self._annotated = {}
-        self._pace.admitted(self.stream.store.backend.now(), waited=self._waiting_since is not None)
+        now = self.stream.store.backend.now()
+        self._pace.admitted(now, 0.0 if self._waiting_since is None else now - self._waiting_since)
         self._waiting_since, self._starving = None, False
         self._publish_demand()
         return Admitted(mini_batch(tables, index, before, is_last), entry, self.stream.finite)
@@ -355,7 +356,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
     # -- the rest ---------------------------------------------------------------------------------------------------
 
     def _publish_demand(self) -> None:
-        demand = outlook_of(self._admission, self._pace.seconds, self._starving, self._intake.yields.shares())
+        demand = outlook_of(self._admission, self._pace, self._starving, self._intake.yields.shares())
         if demand != self._demanded:
             self.stream.store.publish_demand(demand)
             self._demanded = demand
