@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import knit_data as kd
+from knit_data.admission import Admission, Sizes
 
 COLORS = {"symbol": "#4c9f70", "copy": "#3b6fb6", "add": "#d98032"}
 Bound = int | tuple[int, int]
@@ -31,6 +32,23 @@ class Trained:
     version: int
     members: int
     reward: float
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """A group as admission sees it."""
+
+    name: str
+    combination: tuple[str, ...]
+    version: int
+
+    @property
+    def key(self) -> int:
+        return hash(self.name)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.version, self.key
 
 
 @dataclass(frozen=True)
@@ -155,6 +173,34 @@ class Report:
             )
         return out
 
+    # -- beside train-batch admission -------------------------------------------------------------------------------
+
+    def replay(self) -> list[list[float]]:
+        """Staleness of each train batch's groups, had training waited for whole train batches: the same rollouts at
+        their recorded times, the measured times of steps and publishes, versions as they would have been published."""
+        sizes = Sizes(self.train_batch, self.train_batch)
+        admission: Admission[Replayed] = Admission(sizes, kd.Quotas({"source": self.quotas}), None)
+        coming = sorted(self.put.items(), key=lambda item: item[1]["end"], reverse=True)
+        took = [e["ended"] - e["admitted"] for e in self.minis]
+        publishing = [
+            p["time"] - e["ended"]
+            for p, e in zip(self.publishes, self.minis[self.steps - 1 :: self.steps], strict=False)
+        ]
+        now, publishes, out = 0.0, list[float](), list[list[float]]()
+        while True:
+            while (chosen := admission.choose()) is None or (coming and coming[-1][1]["end"] <= now):
+                if not coming:
+                    return out
+                name, event = coming.pop()
+                now = max(now, event["end"])
+                version = sum(t <= event["start"] for t in publishes)
+                admission.offer(Replayed(name, (event["source"],), version))
+            admission.commit(chosen)
+            batch = len(out)
+            out.append([float(batch - group.version) for group in chosen])
+            now += sum(took[batch * self.steps : (batch + 1) * self.steps]) + publishing[batch % len(publishing)]
+            publishes.append(now)
+
     # -- to look at -----------------------------------------------------------------------------------------------
 
     def table(self) -> str:
@@ -175,7 +221,13 @@ class Report:
         lines.insert(-1, lines[1])
         names = {**self.dropped(), "left over": self.left_over(), "after the last look": self.unseen()}
         fates = ", ".join(f"{n} {name}" for name, n in names.items() if n)
+        replayed = self.replay()
+        same = [self.excess(group) / self.steps for group in everything if group.train_batch < len(replayed)]
+        old, new = mean([a for batch in replayed for a in batch]), mean(same)
         lines += [
+            f"train-batch admission of the same rollouts, replayed: {old:.2f} train batches stale; here {new:.2f}"
+            + (f", {1 - new / old:.0%} less" if old else "")
+            + f" ({len(replayed)} train batches that it could have trained)",
             f"groups: {len(self.stored)} stored = {len(self.trained)} trained" + (f" + {fates}" if fates else ""),
             f"bytes: {self.bytes_stored:,} stored, {int(sum(s['bytes_read'] for s in self.stats)):,} read by "
             f"{len(self.stats)} ranks; rank 0 waited {self.stats[0]['wait_s']:.1f} s in the loader",

@@ -1,7 +1,7 @@
 """GRPO on a tiny, randomly initialised language model, with rollouts and training side by side: ``make demo``.
 
     rollout-0, rollout-1                                 rank 0, rank 1 (FSDP2, gloo)
-      newest weights ─► sample 8 groups of 8               for mini in loader: one optimizer step
+      pacer.next(): what to sample, not too early          for mini in loader: one optimizer step
       put each group when its longest response ends        after each train batch: weights, then publish
             └────────── TrajectoryStore (a folder): groups one way, versions and demand the other ──────────┘
 
@@ -50,7 +50,6 @@ QUOTAS: dict[str, int | tuple[int, int]] = {
 MAX_STALENESS = 2  # train batches
 WORKERS, RANKS = 2, 2
 AT_ONCE = 8  # groups that a worker samples together
-AHEAD = 56  # groups of one version after which a worker slows down: together a little more than a train batch
 LEARNING_RATE = 2e-3
 CLIP = (0.3, 3.0)  # wide upwards: what is trained is a train batch or two old, and a rare good answer should count
 KEEP_WEIGHTS = 4  # files; a worker that just read the version finds its weights
@@ -81,24 +80,22 @@ class Run:
 
 
 def rollout(worker: int, run: Run) -> None:
-    """Sample groups from the newest weights, and put each as soon as its longest response has ended."""
+    """Sample what the pacer asks for from the newest weights; put each group when its longest response has ended."""
     torch.set_num_threads(1)
     store, log = kd.TrajectoryStore(run.store, reclaim="never"), run.log(f"rollout-{worker}")
-    model, version, count, recent = build_model(run.seed).eval(), -1, 0, 0
+    pacer = kd.RolloutPacer(store, capacity=AT_ONCE, share=(worker, WORKERS))
+    model, version = build_model(run.seed).eval(), -1
     rng = random.Random(f"{run.seed}/{worker}")
     torch.manual_seed(run.seed * WORKERS + worker)
     with store.writer(f"rollout-{worker}") as writer:
-        while not store.finished():
-            if (newest := store.policy_version()) != version:
-                version, recent = load_newest(model, store, run), 0
-            elif recent >= AHEAD and pause(store, newest):
-                continue
-            problems = [Problem.draw(source, rng) for source in choose_sources(store.demand(), rng)]
+        while launches := take(pacer, AT_ONCE):
+            if store.policy_version() != version:
+                version = load_newest(model, store, run)
+            problems = [Problem.draw(launch.attributes["source"], rng) for launch in launches]
             start = time.time()
             for slot, responses in sample(model, problems, GROUP_SIZE):
-                problem, name = problems[slot], f"{worker}-{count:05d}"
+                problem, launch, name = problems[slot], launches[slot], launches[slot].group
                 rewards = [problem.reward(response.text) for response in responses]
-                count, recent = count + 1, recent + 1
                 try:
                     writer.put_group(
                         [
@@ -108,9 +105,22 @@ def rollout(worker: int, run: Run) -> None:
                     )
                 except kd.StoreClosed:
                     return
+                pacer.done(launch)
                 tokens = max(len(response.ids) for response in responses)
                 log(group=name, source=problem.source, version=version, slot=slot, start=start, end=time.time(),
                     tokens=tokens, reward=sum(rewards) / GROUP_SIZE)  # fmt: skip
+
+
+def take(pacer: kd.RolloutPacer, most: int) -> list[kd.Launch]:
+    """What to sample together: the first is waited for, others join as far as they are wanted now."""
+    launches: list[kd.Launch] = []
+    try:
+        while len(launches) < most and (launch := pacer.next(timeout=0.0 if launches else 120.0)) is not None:
+            launches.append(launch)
+    except kd.WaitTimeout:
+        if not launches:
+            raise
+    return launches
 
 
 def trajectory(id: str, group: str, version: int, problem: Problem, response: Response, reward: float) -> kd.Trajectory:
@@ -138,24 +148,6 @@ def load_newest(model: nn.Module, store: kd.TrajectoryStore, run: Run) -> int:
             return version
         except FileNotFoundError:  # replaced meanwhile: there is a newer version
             continue
-
-
-def choose_sources(demand: kd.Demand, rng: random.Random) -> list[str]:
-    """What the open train batch lacks comes first, so that a slow source does not starve; then the quotas' shares."""
-    lacking = [source for (source,), groups in demand.deficits.items() for _ in range(groups)]
-    rng.shuffle(lacking)
-    shares = [bound if isinstance(bound, int) else sum(bound) / 2 for bound in QUOTAS.values()]
-    return (lacking + rng.choices(list(QUOTAS), shares, k=AT_ONCE))[:AT_ONCE]
-
-
-def pause(store: kd.TrajectoryStore, version: int, seconds: float = 3.0) -> bool:
-    """Wait for a newer version, but not for ever: the trainer may be short of a source that this worker could serve."""
-    until = time.time() + seconds
-    while time.time() < until:
-        if store.policy_version() != version or store.finished():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 # -- training --------------------------------------------------------------------------------------------------------

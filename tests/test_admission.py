@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -14,12 +13,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from makers import completable, group, rows
 
-from knit_data.admission import Admission, Sizes, deal, explain, mini_batch
+from knit_data.admission import Admission, Sizes, deal, mini_batch
 from knit_data.errors import InvalidArgument
 from knit_data.groups import Group
 from knit_data.infos import InfoTable
 from knit_data.ledger import Progress
-from knit_data.quotas import Bounds, Quotas, at_most
+from knit_data.quotas import Bounds, Quotas
 from knit_data.staleness import Staleness
 
 NAMES = ("a", "b", "c")
@@ -360,48 +359,3 @@ def test_a_mini_batch_keeps_the_rows_of_a_group_together() -> None:
 def test_sizes(arguments: Any, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         Sizes(*arguments)
-
-
-# -- explaining --------------------------------------------------------------------------------------------------------
-
-
-def test_explain_names_what_is_short() -> None:
-    quotas = Quotas({"source": {"math": 4, "code": (2, 3), "web": at_most(1)}})
-    made = Admission(Sizes(8, 4), quotas, None)
-    for i in range(6):
-        made.offer(waiting(f"m{i}", "math", 0, 0, i))
-    made.commit(made.choose() or [])
-    made.offer(waiting("c", "code", 0, 1, 0))
-    assert made.choose() is None
-    assert explain(made, {("code",): 3, ("math",): 1}, {"stale": 2, "late": 1}) == (
-        "train batch 0, mini-batch 2 of 2 waits for 4 groups that fit: "
-        "math (exactly 4: 4 in, 2 complete, 1 incomplete, no seat left); "
-        "code (2 to 3: 0 in, 1 complete, 3 incomplete); web (at most 1: 0 in, 0 complete, 0 incomplete); "
-        "2 free of 4 seats left; short of 1 code; dropped 1 late, 2 stale."
-    )
-
-
-def test_explain_without_quotas() -> None:
-    made = filled(1, sizes=(6, 2))
-    assert explain(made, {(): 2}, {}) == (
-        "train batch 0, mini-batch 1 of 3 waits for 2 groups that fit: 1 complete, 2 incomplete; "
-        "6 free of 6 seats left."
-    )
-
-
-@given(st.data())
-def test_explain_counts(data: st.DataObject) -> None:
-    spec = data.draw(specs(stale=False, epochs=1))
-    made = spec.admission()
-    for g in data.draw(arrivals(spec, 10)):
-        made.offer(g)
-    while (chosen := made.choose()) is not None:
-        made.commit(chosen)
-    text = explain(made, {}, {})
-    assert text.endswith(".") and "\n" not in text and text.count(". ") == 0
-    for value, (low, _) in zip(NAMES, spec.bounds, strict=False):
-        complete = sum(g.combination == (value,) for g in made.waiting.values())
-        taken = made.seats.counts[(value,)]
-        assert f"{value} ({spec.admission().seats.bounds[(value,)]}: {taken} in, {complete} complete" in text
-        short = re.search(rf"short of .*?(\d+) {value}\b", text)
-        assert (int(short[1]) if short else 0) == max(0, low - taken - complete)

@@ -15,6 +15,7 @@ from makers import fill, group, groups_of, memory, rest_of, sampler, trajectory
 import knit_data as kd
 from knit_data.errors import InvalidGroup
 from knit_data.groups import EXTRAS
+from knit_data.store.memory import ManualClock
 
 # -- repeats -----------------------------------------------------------------------------------------------------------
 
@@ -99,12 +100,13 @@ def test_without_a_staleness_bound_trained_ids_are_remembered_for_good() -> None
 
 def test_an_error_of_the_users_own_is_raised_again() -> None:
     def keep(infos: Sequence[kd.TrajectoryInfo]) -> bool:
-        raise ZeroDivisionError(infos[0].group)
+        raise ZeroDivisionError(infos[0].id)
 
     made = sampler(fill(memory(), 8), groups=kd.GroupPolicy(keep=keep))
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError, match="g0000"):
+        with pytest.raises(InvalidGroup, match="keep raised ZeroDivisionError for group 'g0000': g0000/0") as caught:
             made.next()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_late_members_of_a_group_that_was_just_dropped() -> None:
@@ -176,6 +178,14 @@ class Story:
         self.fates[name] = fate
 
 
+class Ticking(ManualClock):
+    """Time passes whenever somebody looks at it."""
+
+    def now(self) -> float:
+        self.advance(0.25)
+        return super().now()
+
+
 KINDS = ["whole", "lone", "pending", "small", "unknown", "long", "twice", "surplus", "other"]
 
 
@@ -185,12 +195,13 @@ KINDS = ["whole", "lone", "pending", "small", "unknown", "long", "twice", "surpl
     ),
     st.integers(1, 3),
     st.booleans(),
+    st.sampled_from([None, 2.0, 5.0]),
     st.randoms(use_true_random=False),
 )
 def test_every_group_is_trained_dropped_under_a_name_or_left_over(
-    kinds: list[tuple[str, str, int]], epochs: int, bounded: bool, rng: random.Random
+    kinds: list[tuple[str, str, int]], epochs: int, bounded: bool, timeout: float | None, rng: random.Random
 ) -> None:
-    story, store = Story(), memory()
+    story, store = Story(), memory(Ticking())
     for g, (kind, source, version) in enumerate(kinds):
         story.add(f"g{g}", kind, source, version if bounded else 2, bounded)
     rng.shuffle(story.puts)
@@ -206,7 +217,9 @@ def test_every_group_is_trained_dropped_under_a_name_or_left_over(
         group_size=2,
         quotas={"source": {"math": 1, "code": (0, 1)} if bounded else {"math": (0, 2), "code": (0, 2)}},
         max_staleness=kd.Staleness(2 * epochs, "optimizer_step") if bounded else None,
-        groups=kd.GroupPolicy(invalid="drop", oversize="drop", max_tokens=35),
+        groups=kd.GroupPolicy(
+            "wait" if timeout is None else "drop", timeout, invalid="drop", oversize="drop", max_tokens=35
+        ),
         epochs=epochs,
     )
     steps, _ = rest_of(made)
@@ -218,6 +231,10 @@ def test_every_group_is_trained_dropped_under_a_name_or_left_over(
     fates = Counter(story.fates.values())
     for reason in ("invalid", "oversize"):
         assert dropped.get(reason, 0) == fates[reason]
+    pending = fates["left"]
+    assert dropped.get("incomplete", 0) <= (0 if timeout is None else pending)
+    if timeout == 2.0 and len(steps) > 8 * epochs:
+        assert dropped.get("incomplete", 0) + dropped.get("stale", 0) >= pending
     assert set(trained) <= {n for n, fate in story.fates.items() if fate in ("fits", "stale")}
     assert {reason: n for reason, n in dropped.items() if reason in EXTRAS} == {
         r: n for r, n in story.extras.items() if n

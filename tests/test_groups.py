@@ -12,9 +12,10 @@ import torch
 from makers import group, rows, trajectory
 
 import knit_data as kd
-from knit_data.errors import InvalidArgument, InvalidGroup
-from knit_data.groups import Assembler, Dropped, Group, GroupPolicy, Terms, annotated, extras, group_mark
+from knit_data.errors import InvalidGroup
+from knit_data.groups import Assembler, Dropped, Group, Terms, extras, group_mark
 from knit_data.infos import InfoTable
+from knit_data.policy import GroupPolicy
 
 Outcome = Group | Dropped
 KNOWN = {("math",), ("code",)}
@@ -132,8 +133,8 @@ def test_the_same_id_with_other_content_is_named_with_both_places() -> None:
         made.offer(lone("a/0", 1, 7, n=9))
     made = assembler(3, invalid="drop")
     outcomes = offered(made, [lone("a/1"), lone("a/0", 2, 3), lone("a/0", 1, 7, n=9), lone("a/2")])
-    assert dropped(outcomes) == [("invalid", ["a/1", "a/0", "a/0"], "g"), ("late", ["a/2"], None)]
-    assert not made.incomplete
+    assert dropped(outcomes) == [("invalid", ["a/1", "a/0", "a/0"], "g")]
+    assert [names(t) for t in made.incomplete["g"].members] == [["a/2"]], "who remembers names turns it away"
 
 
 @pytest.mark.parametrize("found", [1, 3])
@@ -179,6 +180,55 @@ def test_extra_rows_of_a_complete_group() -> None:
         extras(whole, new, GroupPolicy(surplus="error"))
 
 
+@pytest.mark.parametrize("order", [*permutations(range(4))])
+def test_of_lone_puts_those_that_were_read_first_are_kept(order: tuple[int, ...]) -> None:
+    """Whatever their place: over-sampling with lone puts favours what is fast."""
+    tables = [lone(f"a/{i}", i, 9 - i) for i in range(4)]
+    made = assembler(3)
+    (found,) = offered(made, [tables[i] for i in order[:3]])
+    assert isinstance(found, Group)
+    assert names(found.table) == [f"a/{i}" for i in sorted(order[:3], reverse=True)], "in order of their place"
+    assert dropped(extras(found, tables[order[3]], GroupPolicy())) == [("surplus", [f"a/{order[3]}"], None)]
+
+
+# -- what never completes ----------------------------------------------------------------------------------------------
+
+
+def never(version: int) -> str | None:
+    return None
+
+
+def test_a_group_leaves_when_its_newest_member_is_old() -> None:
+    made = assembler(3, incomplete="drop", timeout=10.0)
+    made.offer(lone("a/0", of="a"), 0.0)
+    made.offer(lone("b/0", of="b"), 4.0)
+    made.offer(lone("a/1", of="a"), 9.0)
+    made.offer(lone("a/0", 1, of="a"), 12.0)  # the same again is no news
+    assert made.expire(13.9, never) == []
+    assert dropped(made.expire(14.0, never)) == [("incomplete", ["b/0"], "b")]
+    assert made.expire(18.9, never) == [] and list(made.incomplete) == ["a"]
+    assert dropped(made.expire(19.0, never)) == [("incomplete", ["a/0", "a/1"], "a")] and not made.incomplete
+
+
+def test_groups_that_wait_do_so_whatever_time_it_is() -> None:
+    made = assembler(3)
+    made.offer(lone("a/0", of="a"), 0.0)
+    assert made.expire(1e9, never) == [] and list(made.incomplete) == ["a"]
+
+
+@pytest.mark.parametrize("policy", [{}, {"incomplete": "drop", "timeout": 5.0}])
+def test_a_member_of_an_excluded_version_ends_its_group_however_new_the_others_are(policy: dict[str, Any]) -> None:
+    made = assembler(3, **policy)
+    made.offer(lone("a/0", of="a", policy_version=5), 0.0)
+    made.offer(lone("b/0", of="b", policy_version=5), 0.0)
+    excluded = {3: "stale", 9: "abandoned"}.get
+    assert made.expire(0.0, excluded) == []
+    made.offer(lone("a/1", of="a", policy_version=3), 0.0)
+    made.offer(lone("c/0", of="c", policy_version=9), 0.0)
+    assert dropped(made.expire(0.0, excluded)) == [("stale", ["a/0", "a/1"], "a"), ("abandoned", ["c/0"], "c")]
+    assert list(made.incomplete) == ["b"]
+
+
 # -- attributes --------------------------------------------------------------------------------------------------------
 
 
@@ -205,23 +255,19 @@ def test_attributes_that_no_quota_counts(attributes: dict[str, str], text: str) 
     assert dropped(assembler(invalid="drop").offer(table)) == [("invalid", ["a/0", "a/1"], "a")]
 
 
+def test_every_counted_attribute_is_told_when_one_has_no_quota() -> None:
+    terms = Terms(1, ("source", "level"), {("math", "hard")}.__contains__, GroupPolicy(), False)
+    with pytest.raises(InvalidGroup, match="has 'math' as attribute 'source' and 'mild' as attribute 'level', which"):
+        Assembler(terms).offer(rows(group("a", 1, attributes={"source": "math", "level": "mild"})))
+
+
 # -- length and worth --------------------------------------------------------------------------------------------------
 
 
 def test_an_incomplete_group_with_a_long_member_leaves_whole() -> None:
-    """Lengths 5, 9, 7, 12 under a limit of 8: nothing of the group stays behind, whatever still comes of it."""
     tables = [lone(f"a/{i}", n=n) for i, n in enumerate((5, 9, 7, 12))]
     made = assembler(4, max_tokens=8, oversize="drop")
-    outcomes = offered(made, tables)
-    assert dropped(outcomes) == [
-        ("oversize", ["a/0", "a/1"], "g"),
-        ("late", ["a/2"], None),
-        ("late", ["a/3"], None),
-    ]
-    assert not made.incomplete
-    assert dropped(made.offer(rows([trajectory(f"b/{i}", "g") for i in range(4)]))) == [
-        ("late", ["b/0", "b/1", "b/2", "b/3"], None)
-    ]
+    assert dropped(offered(made, tables[:2])) == [("oversize", ["a/0", "a/1"], "g")] and not made.incomplete
     made = assembler(4, max_tokens=8, oversize="drop")
     assert dropped(offered(made, tables[::-1]))[0] == ("oversize", ["a/3"], "g"), "the first row is enough"
     with pytest.raises(InvalidGroup, match=r"'a/1' of group 'g' has 9 tokens, the limit is 8. Raise"):
@@ -252,96 +298,3 @@ def test_a_group_without_a_loss_token_is_dropped_by_name() -> None:
     assert dropped(assembler().offer(rows(empty))) == [("no_loss_tokens", ["a/0", "a/1"], "a")]
     (kept,) = assembler().offer(rows([empty[0], masked("a/1", [False, False, True])]))
     assert isinstance(kept, Group)
-
-
-def test_keep_sees_whole_groups_in_the_order_of_their_place() -> None:
-    seen: list[list[str]] = []
-
-    def keep(infos: list[kd.TrajectoryInfo]) -> bool:
-        seen.append([i.id for i in infos])
-        return len({i.values["reward"] for i in infos}) > 1
-
-    def pair(name: str, a: float, b: float) -> list[kd.Trajectory]:
-        return [trajectory(f"{name}/{i}", name, values={"reward": r}) for i, r in enumerate((a, b))]
-
-    made = assembler(keep=keep)
-    outcomes = offered(made, [rows(pair("a", 1, 1)), rows(pair("b", 0, 1)), lone("g/1", 0, 9), lone("g/0", 0, 4)])
-    assert dropped(outcomes[:1]) == [("filtered", ["a/0", "a/1"], "a")]
-    assert isinstance(outcomes[1], Group) and seen == [["a/0", "a/1"], ["b/0", "b/1"], ["g/0", "g/1"]]
-
-
-# -- annotations -------------------------------------------------------------------------------------------------------
-
-
-def complete(size: int = 4, **changes: Any) -> Group:
-    (made,) = assembler(size).offer(rows(group("a", size, **changes)))
-    assert isinstance(made, Group)
-    return made
-
-
-def rewarded(rewards: Sequence[float]) -> list[kd.TrajectoryInfo]:
-    made = [trajectory(f"a/{i}", "a", values={"reward": r}) for i, r in enumerate(rewards)]
-    return rows(made).infos()
-
-
-def test_group_advantages_are_exact() -> None:
-    assert kd.group_advantages(rewarded([1, 0, 0, 1]), eps=0.5) == {"advantage": [0.5, -0.5, -0.5, 0.5]}
-    assert kd.group_advantages(rewarded([2, 2, 2]), name="a") == {"a": [0.0, 0.0, 0.0]}
-    rewards = [0.25, 1.5, -3.0]
-    mean = sum(rewards) / 3
-    std = (sum((r - mean) ** 2 for r in rewards) / 3) ** 0.5
-    found = kd.group_advantages(rewarded(rewards))["advantage"]
-    assert found == pytest.approx([(r - mean) / (std + 1e-6) for r in rewards], rel=1e-14)  # float64, another order
-    with pytest.raises(InvalidGroup, match=r"'a/0' has no value 'score', it has \['reward'\]"):
-        kd.group_advantages(rewarded([1, 0]), reward="score")
-
-
-def test_annotations_join_the_values() -> None:
-    made = complete()
-    table = annotated(made, lambda infos: {"advantage": [0.5 * n for n in range(len(infos))], "x": np.ones(4)})
-    assert [i.values["advantage"] for i in table.infos()] == [0.0, 0.5, 1.0, 1.5]
-    assert table.value_names == ["advantage", "reward", "x"]
-    assert annotated(made, None) is made.table and made.table.value_names == ["reward"]
-    assert table.fingerprints() == made.table.fingerprints()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [[1.0] * 3, [1.0] * 5, [], 1.0, [[1.0]] * 4, ["x"] * 4, [None, 1.0, 1.0, 1.0]]
-    + [[0.0, 0.0, 0.0, bad] for bad in (float("nan"), float("inf"), 1e39)],
-)
-def test_annotations_that_are_not_one_float_each(values: Any) -> None:
-    with pytest.raises(
-        InvalidGroup, match=r"annotate gave 'x' = .* for group 'a' of 4 members; it must return one finite"
-    ):
-        annotated(complete(), lambda _: {"x": values})
-
-
-@pytest.mark.parametrize("name", ["reward", "logprobs", "input_ids", "loss_mask", "labels", "cu_seqlens"])
-def test_annotations_may_not_hide_a_stored_name(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"annotate adds '{name}', which is a stored value or column"):
-        annotated(complete(), lambda infos: {name: [0.0] * len(infos)})
-
-
-# -- the policy --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("incomplete", "drop"),
-        ("oversize", "cut"),
-        ("invalid", "skip"),
-        ("surplus", "last"),
-        ("timeout", 5.0),
-        ("max_tokens", 1),
-        ("max_tokens", 8.0),
-        ("max_tokens", True),
-        ("keep", "all"),
-        ("annotate", {"x": 1.0}),
-    ],
-)
-def test_the_policy_refuses_by_name(name: str, value: Any) -> None:
-    with pytest.raises(InvalidArgument, match=f"GroupPolicy {name}") as caught:
-        GroupPolicy(**{name: value})
-    assert repr(value) in str(caught.value)

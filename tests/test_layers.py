@@ -14,9 +14,12 @@ MAX_LINES = 400
 # Lowest first. A name is a module or a whole sub-package; the package's own __init__ lies above them all.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "infos", "errors"),
-    ("quotas", "admission", "planning", "staleness", "groups", "ledger", "launching", "scenario", "ops"),
+    (
+        *("quotas", "laminar", "flow", "structure", "seats", "staleness", "policy", "groups", "ledger"),
+        *("admission", "explain", "launching", "scenario", "planning", "ops"),
+    ),
     ("store",),
-    ("stream", "truncate", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),
+    ("stream", "truncate", "intake", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),
     ("encoder", "minibatch", "loader", "pacing", "simulation", "compare"),
     ("integrations", "__main__"),
 )

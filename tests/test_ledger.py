@@ -57,6 +57,7 @@ def histories(draw: st.DrawFn) -> tuple[list[list[int]], list[Entry]]:
             draw(st.dictionaries(st.sampled_from(["stale", "late"]), st.integers(1, 5))),
             draw(st.one_of(st.none(), st.integers(-5, 50))),
             draw(st.lists(st.tuples(st.integers(0, len(shapes) - 1), st.integers(0, 4)), max_size=1)),
+            draw(st.lists(WORD, max_size=3)),
         )
         for n in range(draw(st.integers(0, 6)))
     ]
@@ -127,6 +128,20 @@ def test_replicas_agree_and_a_state_is_worth_the_ledger(history: Any, remember_a
         assert resumed.state() == state and json.dumps(resumed.state()) == text
         assert (resumed.progress, resumed.counts, resumed.opened) == (first.progress, first.counts, first.opened)
         assert (resumed.seen, resumed.hashes, resumed.cursors()) == (first.seen, first.hashes, first.cursors())
+        assert resumed.accepted == first.accepted
+
+
+@pytest.mark.parametrize("remember_all", [True, False])
+def test_accepted_groups_are_remembered_until_they_meet_their_fate(remember_all: bool) -> None:
+    made = ledger(remember_all)
+    made.apply(through_json(Entry(Progress(), {}, accepted=[7, 2**64 - 1, 9])))
+    assert made.accepted == {7, 9, 2**64 - 1}
+    assert len(made.state()["accepted"]) == 32, "8 bytes each, in base64"
+    made.apply(Entry(Progress(), {}, seen=[(9, 0, 3, 0, 0), (8, 0, 3, 0, 0)], accepted=[8, 11]))
+    assert made.accepted == {7, 11, 2**64 - 1}, "a fate in the same entry counts"
+    loaded = ledger(remember_all)
+    loaded.load(json.loads(json.dumps(made.state())))
+    assert loaded.accepted == made.accepted
 
 
 def test_a_state_is_fresh() -> None:
@@ -227,8 +242,9 @@ def test_another_store_and_another_version_are_refused() -> None:
     state = ledger().state()
     with pytest.raises(StateError, match="belongs to store store-1, the sampler reads store store-2"):
         Ledger("store-2", TERMS, False).load(state)
-    with pytest.raises(StateError, match="state version 9, this release reads 1"):
-        ledger().load(state | {"version": 9})
+    for version in (1, 3, "2"):
+        with pytest.raises(StateError, match=f"state version {version!r}, this release reads 2"):
+            ledger().load(state | {"version": version})
 
 
 JSON = st.recursive(
@@ -242,7 +258,11 @@ def worth_keeping() -> Ledger:
     made = ledger()
     seen = [(7, 70, 3, 0, 1)]
     made.apply(
-        Entry(Progress(1, 1, 1), {("math",): 2}, [(0, 1, 0, 1, 2)], seen, [[(0, 1, 0, 1, 2)]], dropped={"late": 1})
+        Entry(
+            *(Progress(1, 1, 1), {("math",): 2}, [(0, 1, 0, 1, 2)], seen, [[(0, 1, 0, 1, 2)]]),
+            dropped={"late": 1},
+            accepted=[8, 9],
+        )
     )
     return made
 

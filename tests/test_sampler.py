@@ -17,6 +17,7 @@ import knit_data as kd
 from knit_data.errors import InvalidArgument, StateError, UsageError, WaitTimeout
 from knit_data.launching import Demand
 from knit_data.store.memory import ManualClock
+from knit_data.store.store import InFlight
 
 HANG = 120.0  # seconds; reached only by a test that fails
 
@@ -196,9 +197,9 @@ def test_a_time_out_says_what_is_short_and_can_be_waited_out() -> None:
     assert [made.next().index, made.next().index] == [0, 1]
     begun = clock.now()
     text = (
-        r"no mini-batch could be admitted for 60 s: train batch 0, mini-batch 3 of 4 waits for 2 groups that fit: "
-        r"math \(exactly 4: 4 in, 1 complete, 0 incomplete, no seat left\); code \(exactly 4: 0 in, 0 complete, "
-        r"1 incomplete\); 0 free of 4 seats left; short of 4 code\. Are the rollout workers alive"
+        r"no mini-batch could be admitted for 60 s: train batch 0, mini-batch 3 of 4 waits for 2 groups that fit, "
+        r"short of 4 code: code \(exactly 4: 0 in, 0 complete, 1 incomplete\); math \(exactly 4: 4 in, 1 complete, "
+        r"0 incomplete, no seat left\); 0 free of 4 seats left; decided by \w+\. Are the rollout workers alive"
     )
     with pytest.raises(WaitTimeout, match=text):
         made.next()
@@ -387,3 +388,155 @@ def test_a_state_of_another_quota_attribute_is_refused():
     state = made.get_state()
     with pytest.raises(kd.StateError, match="quotas"):
         sampler(store, quotas={"domain": {"math": 4, "code": 4}}).reset(state)
+
+
+# -- keeping seats for what is in flight -------------------------------------------------------------------------------
+
+PAIRS: dict[str, Any] = {
+    **{"train_batch_size": 2, "mini_batch_size": 2, "group_size": 2},
+    "quotas": {"source": {"math": 1, "code": 1}},
+}
+SLOW = InFlight("slow", {"source": "code"}, 0)
+
+
+@pytest.mark.parametrize("strategy", ["drop", "wait"])
+def test_a_slow_group_is_waited_for_in_the_last_train_batch_that_may_take_it(strategy: str) -> None:
+    """S = 1, bound 1: version 0 may be trained at train batch 1, not at 2."""
+    clock = ManualClock()
+    store = memory(clock)
+    fast, slow = store.writer("fast"), store.writer("slow")
+    store.publish_in_flight((0, 1), [SLOW])
+    made = sampler(store, **PAIRS, max_staleness=kd.Staleness(1, strategy=strategy))
+    for k in range(2):
+        fast.put_group(group(f"m{k}", 2, "math", policy_version=k))
+        fast.put_group(group(f"c{k}", 2, "code", policy_version=k))
+    batches = [groups_of(made.next())]
+    assert batches == [["m0", "c0"]], "version 0 has another chance"
+    for _ in range(3):
+        clock.advance(1.0)
+        if (admitted := made.admit(0.0)) is not None:
+            batches.append(groups_of(admitted.mini))
+    assert (len(batches) == 1) == (strategy == "wait")
+    assert ("seats are kept for 1 code in flight" in made.explain()) == (strategy == "wait")
+    slow.put_group(group("slow", 2, "code"))
+    store.publish_in_flight((0, 1), [])
+    fast.put_group(group("m2", 2, "math", policy_version=2))
+    fast.put_group(group("c2", 2, "code", policy_version=2))
+    store.seal()
+    batches += [[ids[0].split("/")[0] for ids in s[-1]] for s in rest_of(made)[0]]
+    if strategy == "drop":
+        assert batches == [["m0", "c0"], ["m1", "c1"], ["m2", "c2"]] and made.dropped() == {"stale": 1}
+    else:
+        assert batches == [["m0", "c0"], ["slow", "m1"], ["c1", "m2"]] and made.dropped() == {}
+    assert all(sorted(n[0] in "cs" for n in names) == [False, True] for names in batches), "exact quotas"
+
+
+def test_what_has_landed_is_looked_for_before_its_seat_is_given_away() -> None:
+    """Its writer was silent for long, so that the stream alone would look at it much later."""
+    clock = ManualClock()
+    store = memory(clock)
+    fast, slow = store.writer("fast"), store.writer("slow")
+    slow.put_group(group("first", 2, "code"))
+    store.publish_in_flight((0, 1), [SLOW])
+    made = sampler(store, **PAIRS, max_staleness=kd.Staleness(1, strategy="wait"))
+    fast.put_group(group("m0", 2, "math"))
+    made.next()
+    fast.put_group(group("c1", 2, "code", policy_version=1))
+    fast.put_group(group("m1", 2, "math", policy_version=1))
+    for seconds in (5000.0, 50.0, 0.1):
+        clock.advance(seconds)
+        assert made.admit(0.0) is None
+    slow.put_group(group("slow", 2, "code"))
+    store.publish_in_flight((0, 1), [])
+    clock.advance(0.1)
+    admitted = made.admit(0.0)
+    assert admitted is not None and groups_of(admitted.mini) == ["slow", "m1"]
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        InFlight("m0", {"source": "math"}, 0),  # trained, though its launcher does not know yet
+        InFlight("x", {"source": "web"}, 0),  # no quota counts it
+        InFlight("x", {"source": "code"}, 1),  # has another chance
+        InFlight("x", {"source": "tool"}, 0),  # no seat is left for it
+    ],
+)
+def test_what_no_seat_is_kept_for(launch: InFlight) -> None:
+    store = memory(ManualClock())
+    writer = store.writer("w")
+    store.publish_in_flight((0, 1), [launch])
+    quotas = {"source": {"math": 1, "code": 1, "tool": 0}}
+    made = sampler(store, **PAIRS | {"quotas": quotas}, max_staleness=kd.Staleness(1, strategy="wait"))
+    for k in range(2):
+        writer.put_group(group(f"m{k}", 2, "math", policy_version=k))
+        writer.put_group(group(f"c{k}", 2, "code", policy_version=k))
+    assert [groups_of(made.next()) for _ in range(2)] == [["m0", "c0"], ["m1", "c1"]]
+
+
+def test_at_the_end_of_the_stream_nothing_is_waited_for() -> None:
+    store = fill(memory(ManualClock()), 4, size=2)
+    store.publish_in_flight((0, 1), [SLOW])
+    made = sampler(store, **PAIRS, max_staleness=kd.Staleness(0, strategy="wait"))
+    steps, _ = rest_of(made)
+    assert len(steps) == 1 and made.dropped() == {"stale": 2}
+    assert made.explain() == "the stream has ended: 0 groups are left over."
+
+
+def test_waiting_for_what_never_lands_says_so() -> None:
+    store = memory(ManualClock())
+    writer = store.writer("w")
+    store.publish_in_flight((0, 1), [SLOW])
+    made = sampler(store, **PAIRS, max_staleness=kd.Staleness(0, strategy="wait"), timeout=60.0)
+    for source in ("math", "code"):
+        writer.put_group(group(source, 2, source))
+    with pytest.raises(
+        WaitTimeout, match=r"code \(exactly 1: 0 in, 1 complete, 0 incomplete, 1 in flight\).*seats are"
+    ):
+        made.next()
+    store.publish_in_flight((0, 1), [])  # its launcher gave it up
+    assert groups_of(made.next()) == ["math", "code"]
+
+
+def test_without_a_launcher_wait_warns_once() -> None:
+    store = memory(ManualClock())
+    writer = store.writer("w")
+    made = sampler(store, **PAIRS, max_staleness=kd.Staleness(1, strategy="wait"))
+    for k in range(3):
+        writer.put_group(group(f"m{k}", 2, "math", policy_version=k))
+        writer.put_group(group(f"c{k}", 2, "code", policy_version=k))
+    made.next()
+    assert "'wait' keeps no seats: it needs a RolloutPacer" in made.explain()
+    with pytest.warns(
+        UserWarning, match="needs a RolloutPacer to know what is in flight; without it nothing is waited"
+    ):
+        made.next()
+    made.next()  # -W error: a second warning would raise
+
+
+def test_explain_through_a_run() -> None:
+    clock = ManualClock()
+    store = memory(clock)
+    writer = store.writer("w")
+    policy = kd.GroupPolicy(keep=lambda infos: infos[0].group != "no")
+    made = sampler(store, **PAIRS, epochs=2, max_staleness=0, groups=policy)
+    writer.put_group(group("no", 2, "code"))
+    writer.put_group(group("m0", 2, "math"))
+    writer.put(group("half", 2, "code")[0])
+    store.publish_in_flight((0, 1), [InFlight(n, {"source": "code"}, 0) for n in ("half", "far", "no")])
+    assert made.admit(0.0) is None
+    assert made.explain() == (
+        "train batch 0, mini-batch 1 of 1 waits for 2 groups that fit, short of 1 code: code (exactly 1: 0 in, "
+        "0 complete, 1 incomplete, 1 in flight, 1 filtered); math (exactly 1: 0 in, 1 complete, 0 incomplete, "
+        "0 in flight); 0 free of 2 seats left; dropped 1 filtered; decided by counting."
+    )
+    writer.put_group(group("c0", 2, "code"))
+    made.next()
+    assert made.explain() == "train batch 0, pass 2: trains groups that are there already."
+    made.next()
+    assert "1 filtered)" not in made.explain() and "dropped 1 filtered" in made.explain()
+    writer.put_group(group("left", 2, "math", policy_version=2))
+    store.seal()
+    with pytest.raises(StopIteration):
+        made.next()
+    assert made.explain() == "the stream has ended: 1 groups are left over."

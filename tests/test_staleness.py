@@ -100,10 +100,27 @@ def test_the_limit_is_a_count(limit: object) -> None:
         Staleness(limit)  # type: ignore[arg-type]
 
 
-def test_what_this_version_has_not_is_refused_by_name() -> None:
-    with pytest.raises(InvalidArgument, match="'wait': this version has 'drop' only"):
-        Staleness(1, strategy="wait")
+def test_what_there_is_not_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match="'drop' or 'wait', found 'hope'"):
+        Staleness(1, strategy="hope")
     with pytest.raises(InvalidArgument, match="'train_batch' or 'optimizer_step', found 'step'"):
         Staleness(1, unit="step")
     with pytest.raises(InvalidArgument, match="'accept' or 'drop', found 'keep'"):
         Staleness(1, abandoned="keep")
+
+
+@given(st.integers(0, 3), st.sampled_from(["train_batch", "optimizer_step"]), st.integers(1, 5), st.integers(0, 6))
+def test_the_last_chance_is_the_last_train_batch_that_admits(limit: int, unit: str, steps: int, version: int) -> None:
+    rule, clock = Staleness(limit, unit), Clock(steps)
+    admitting = [k for k in range(60) if rule.admits(clock.excess(train_batch=k, version=version), clock)]
+    assert [k for k in range(60) if rule.last_chance(version, clock, train_batch=k)] == [admitting[-1]]
+
+
+def test_what_excludes_an_incomplete_group() -> None:
+    clock = Clock(4)
+    for rule, expected in (
+        (Staleness(1), ["stale", None, None, None, None]),
+        (Staleness(1, abandoned="drop"), ["stale", None, None, None, "abandoned"]),
+    ):
+        found = [rule.excludes(v, clock, train_batch=3, step=13) for v in (7, 8, 12, 13, 14)]
+        assert found == expected, "train batch 3 begins at step 12; step 13 is next"

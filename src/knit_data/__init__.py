@@ -22,12 +22,13 @@ from knit_data.errors import (
     WaitTimeout,
     WriterConflict,
 )
-from knit_data.groups import GroupPolicy, group_advantages
 from knit_data.infos import InfoTable, TrajectoryInfo
 from knit_data.launching import Demand
 from knit_data.loader import TrajectoryLoader
 from knit_data.minibatch import MiniBatch
+from knit_data.pacing import Launch, RolloutPacer
 from knit_data.planning import Padding
+from knit_data.policy import GroupPolicy, group_advantages
 from knit_data.quotas import Quotas, at_least, at_most
 from knit_data.sampler import QuotaSampler
 from knit_data.scenario import Scenario, Source
@@ -50,6 +51,7 @@ __all__ = [
     "InvalidTrajectory",
     "KeyMissing",
     "KnitError",
+    "Launch",
     "Media",
     "MediaRef",
     "MicroBatch",
@@ -59,6 +61,7 @@ __all__ = [
     "Quotas",
     "RankError",
     "Report",
+    "RolloutPacer",
     "Scenario",
     "ShortRead",
     "Source",

@@ -21,7 +21,8 @@ import xxhash
 from knit_data.errors import InvalidArgument, StateError
 from knit_data.infos import InfoTable, TrajectoryInfo
 from knit_data.ledger import Progress
-from knit_data.quotas import Combination, Quotas, QuotaSeats
+from knit_data.quotas import Combination, Quotas
+from knit_data.seats import QuotaSeats
 from knit_data.staleness import Clock, Staleness
 
 _STEPS = 1000  # looks before a search is given up
@@ -114,12 +115,13 @@ class Admission(Generic[C]):
         self.trained: dict[Combination, int] = {}  # groups admitted since the start, by combination
         self._fresh: list[C] = []  # offered since the last expiry
         self._hopeless = False  # nothing has changed since no mini-batch was found
+        self._needs: tuple[dict[Combination, int], dict[Combination, int]] | None = None
 
     def _seats(self, counts: Mapping[Combination, int] | None = None) -> QuotaSeats:
-        return QuotaSeats(self.quotas, self.sizes.train_batch, counts)
+        return QuotaSeats(self.quotas, self.sizes.train_batch, counts, self.sizes.mini_batch)
 
     def restore(self, progress: Progress, counts: Mapping[Combination, int], batch: Sequence[C]) -> None:
-        self.progress, self.batch = progress, list(batch)
+        self.progress, self.batch, self._needs = progress, list(batch), None
         self.seats = self._seats(counts)
 
     def offer(self, group: C) -> None:
@@ -245,8 +247,14 @@ class Admission(Generic[C]):
             last = p.short is None
             p = Progress(p.train_batch + 1) if last else replace(p, epoch=self.sizes.epochs)
             self.batch, self.seats = [], self._seats()
-        self.progress, self._hopeless = p, False
+        self.progress, self._hopeless, self._needs = p, False, None
         return index, last
+
+    def needs(self) -> tuple[dict[Combination, int], dict[Combination, int]]:
+        """What minima still reserve, and one way to fill all seats left; the same between two commits."""
+        if self._needs is None:
+            self._needs = self.seats.deficits(), self.seats.completion()
+        return self._needs
 
     def waiting_by_combination(self) -> dict[Combination, int]:
         return {combination: len(heap) for combination, heap in self._heaps.items() if heap}
@@ -312,28 +320,3 @@ def mini_batch(tables: Sequence[InfoTable], index: int, before: Progress, is_las
         before.position,
         is_last,
     )
-
-
-def explain(admission: Admission[C], incomplete: Mapping[Combination, int], dropped: Mapping[str, int]) -> str:
-    """One sentence: what the open mini-batch needs, what is there, and what is short."""
-    p, sizes, seats = admission.progress, admission.sizes, admission.seats
-    waiting: dict[Combination, int] = {}
-    for group in list(admission.waiting.values()):  # another thread may be admitting
-        waiting[group.combination] = waiting.get(group.combination, 0) + 1
-    parts = []
-    for c, bound in seats.bounds.items():
-        state = f"{seats.counts[c]} in, {waiting.get(c, 0)} complete, {incomplete.get(c, 0)} incomplete"
-        parts.append(f"{'/'.join(c)} ({bound}: {state}{'' if seats.admissible(c) else ', no seat left'})")
-    if not parts:
-        parts = [f"{sum(waiting.values())} complete, {sum(incomplete.values())} incomplete"]
-    missing = {c: n - waiting.get(c, 0) for c, n in seats.deficits().items()}
-    short = [f"{n} {'/'.join(c)}" for c, n in missing.items() if n > 0]
-    text = (
-        f"train batch {p.train_batch}, mini-batch {p.position + 1} of {sizes.minis} waits for {sizes.mini_batch} "
-        f"groups that fit: {'; '.join(parts)}; {seats.free()} free of {seats.left} seats left"
-    )
-    if short:
-        text += f"; short of {', '.join(short)}"
-    if dropped:
-        text += "; dropped " + ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
-    return text + "."

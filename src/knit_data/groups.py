@@ -8,75 +8,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from knit_data.errors import InvalidArgument, InvalidGroup
+from knit_data.errors import InvalidGroup
 from knit_data.infos import InfoTable, TrajectoryInfo, parse_attributes
+from knit_data.policy import GroupPolicy
 from knit_data.quotas import Combination
-from knit_data.trajectory import PER_TOKEN, RESERVED
 
 # Reasons that end a group; counted in groups.
-ENDS = ("stale", "abandoned", "invalid", "oversize", "filtered", "no_loss_tokens")
+ENDS = ("stale", "abandoned", "incomplete", "invalid", "oversize", "filtered", "no_loss_tokens")
 # Reasons of rows beside a whole group: the same again, the same id with other content, members too many, members of
 # a group that is trained or dropped already; counted in trajectories.
 EXTRAS = ("duplicate", "conflict", "surplus", "late")
 REASONS = ENDS + EXTRAS  # statistics have all of them, always
-
-Keep = Callable[[list[TrajectoryInfo]], bool]
-Annotate = Callable[[list[TrajectoryInfo]], Mapping[str, Sequence[float]]]
-
-
-@dataclass(frozen=True)
-class GroupPolicy:
-    """What to do with groups that are not plainly fine.
-
-    ``invalid`` (wrong size, an id with two contents, a missing or unquoted attribute) and ``oversize`` (a member
-    above ``max_tokens``): "error" raises on every rank, "drop" drops the whole group and counts it; oversize "alone"
-    keeps it, each long trajectory in a micro-batch of its own; "truncate" keeps the first ``max_tokens`` tokens, fewer
-    where a medium would be cut. ``surplus``: of more than ``group_size`` members the
-    "first" are kept, or "error". ``keep(infos) -> bool`` filters complete groups, ``annotate(infos) -> {name: [one
-    float per member]}`` adds values at admission; both must be pure, a resume calls them again.
-    """
-
-    incomplete: str = "wait"
-    timeout: float | None = None
-    invalid: str = "error"
-    surplus: str = "first"
-    keep: Keep | None = None
-    annotate: Annotate | None = None
-    max_tokens: int | None = None
-    oversize: str = "error"
-
-    def __post_init__(self) -> None:
-        allowed = {
-            "incomplete": ("wait",),
-            "invalid": ("error", "drop"),
-            "surplus": ("first", "error"),
-            "oversize": ("error", "drop", "alone", "truncate"),
-        }
-        for name, choices in allowed.items():
-            if getattr(self, name) not in choices:
-                raise InvalidArgument(f"GroupPolicy {name}={getattr(self, name)!r}: this version has {choices}.")
-        if self.timeout is not None:
-            raise InvalidArgument(f"GroupPolicy timeout={self.timeout!r} needs incomplete='drop'; leave it None.")
-        limit = self.max_tokens
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 2):
-            raise InvalidArgument(f"GroupPolicy max_tokens must be None or an int of at least 2, found {limit!r}.")
-        for name in ("keep", "annotate"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise InvalidArgument(f"GroupPolicy {name} must be None or a callable, found {getattr(self, name)!r}.")
-
-
-def group_advantages(
-    infos: Sequence[TrajectoryInfo], reward: str = "reward", name: str = "advantage", eps: float = 1e-6
-) -> dict[str, list[float]]:
-    """GRPO's group-relative advantage, for ``GroupPolicy(annotate=)``: (r - mean) / (population std + eps).
-
-    Rewards [1, 0, 0, 1]: mean 0.5, std 0.5, advantages [1, -1, -1, 1] (to 2e-6).
-    """
-    missing = [i.id for i in infos if reward not in i.values]
-    if missing:
-        raise InvalidGroup(f"trajectory {missing[0]!r} has no value {reward!r}, it has {sorted(infos[0].values)}.")
-    rewards = np.array([i.values[reward] for i in infos], np.float64)
-    return {name: ((rewards - rewards.mean()) / (rewards.std() + eps)).tolist()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +56,11 @@ class Dropped:
         return len(self.table) if self.name is None else 1
 
 
+def combination_of(attributes: Mapping[str, str], names: Sequence[str]) -> Combination:
+    """The values of the attributes that quotas count; a missing one is empty."""
+    return tuple(attributes.get(name, "") for name in names)
+
+
 @dataclass(frozen=True)
 class Terms:
     """What a group must be, from the sampler's arguments."""
@@ -126,30 +73,48 @@ class Terms:
 
 
 @dataclass(eq=False)
+class Pending:
+    """A group of lone puts that is not complete."""
+
+    members: list[InfoTable]
+    version: int  # of its oldest member
+    since: float  # when its newest member was read
+
+
+@dataclass(eq=False)
 class Assembler:
-    """Collects rows into groups. Deterministic: outcomes follow from the rows and their order alone."""
+    """Collects rows into groups. Outcomes follow from the rows, their order and the times that it is told."""
 
     terms: Terms
     max_tokens: int | None = None
-    _open: dict[str, list[InfoTable]] = field(default_factory=dict)
-    _dead: dict[str, str] = field(default_factory=dict)  # groups dropped while incomplete, with the reason
+    _open: dict[str, Pending] = field(default_factory=dict)
 
     @property
-    def incomplete(self) -> Mapping[str, Sequence[InfoTable]]:
+    def incomplete(self) -> Mapping[str, Pending]:
         return self._open
 
-    def offer(self, table: InfoTable) -> list[Group | Dropped]:
+    def offer(self, table: InfoTable, now: float = 0.0) -> list[Group | Dropped]:
         """Rows of one put, all or what is left of them. Raises InvalidGroup where the policy says "error"."""
         if self.terms.group_size == 1:
             return [out for i in range(len(table)) for out in self._complete(table[i].id, table.take(np.array([i])))]
         name = table[0].group
-        if name in self._dead:
-            return [Dropped("late", table)]
         if table.columns["group_rows"][0]:
             return self._whole(name, table)
         if self.terms.group_size is None or self.terms.whole_only:
             return self._invalid(name, table, _not_whole(table, self.terms.group_size))
-        return self._join(name, table)
+        return self._join(name, table, now)
+
+    def expire(self, now: float, excluded: Callable[[int], str | None]) -> list[Dropped]:
+        """Incomplete groups that leave: those of an ``excluded`` version could never be admitted, and would hold their
+        writers' cursors for ever; others waited for their members for too long."""
+        timeout, out = self.terms.policy.timeout, []
+        for name, group in list(self._open.items()):
+            reason = excluded(group.version)
+            if reason is None and timeout is not None and now - group.since >= timeout:
+                reason = "incomplete"
+            if reason is not None:
+                out.append(Dropped(reason, InfoTable.concat(self._open.pop(name).members), name))
+        return out
 
     def _whole(self, name: str, table: InfoTable) -> list[Group | Dropped]:
         policy, found = self.terms.policy, len(table)
@@ -164,14 +129,15 @@ class Assembler:
         else:
             out = self._complete(name, table)
         if name in self._open:  # lone rows came before the group was written as a whole
-            lone = InfoTable.concat(self._open.pop(name))
+            lone = InfoTable.concat(self._open.pop(name).members)
             out += extras(out[0], lone, policy) if isinstance(out[0], Group) else [Dropped("late", lone)]
         return out
 
-    def _join(self, name: str, row: InfoTable) -> list[Group | Dropped]:
+    def _join(self, name: str, row: InfoTable, now: float) -> list[Group | Dropped]:
         """One lone row: wait for its siblings."""
-        members = self._open.setdefault(name, [])
-        for other in members:
+        version = row[0].policy_version
+        group = self._open.setdefault(name, Pending([], version, now))
+        for other in group.members:
             if other[0].id != row[0].id:
                 continue
             if other.fingerprints() == row.fingerprints():
@@ -179,11 +145,12 @@ class Assembler:
             return self._abandon(name, row, _two_contents(other, row))
         if (limit := self.max_tokens) is not None and row[0].n_tokens > limit and self._oversize_acts():
             return self._abandon(name, row, _too_long(row, 0, limit), reason="oversize")
-        members.append(row)
-        if len(members) < (self.terms.group_size or 0):
+        group.members.append(row)
+        group.version, group.since = min(group.version, version), now
+        if len(group.members) < (self.terms.group_size or 0):
             return []
         del self._open[name]
-        return self._complete(name, InfoTable.concat(sorted(members, key=lambda t: _by_place(t[0]))))
+        return self._complete(name, InfoTable.concat(sorted(group.members, key=lambda t: _by_place(t[0]))))
 
     def _complete(self, name: str, table: InfoTable) -> list[Group | Dropped]:
         limit, lengths = self.max_tokens, table.columns["n_tokens"]
@@ -197,39 +164,22 @@ class Assembler:
             )
         attributes = parse_attributes(texts.pop())
         missing = [a for a in self.terms.attributes if a not in attributes]
-        combination = tuple(attributes.get(a, "") for a in self.terms.attributes)
+        combination = combination_of(attributes, self.terms.attributes)
         if missing or not self.terms.known(combination):
-            found = "has no" if missing else f"has {combination[0]!r} as"
-            what = missing[0] if missing else self.terms.attributes[0]
-            return self._invalid(
-                name,
-                table,
-                f"{_who(table)} {found} attribute {what!r}, which the quotas count; its "
-                f"attributes are {dict(attributes)}. Set it at put, add a quota for it, or drop with invalid='drop'.",
-            )
+            return self._invalid(name, table, _uncounted(table, missing, self.terms.attributes, combination))
         if not table.columns["loss_tokens"].any():
             return [Dropped("no_loss_tokens", table, name)]
-        if self.terms.policy.keep is not None and not self._kept(name, table):
-            return [Dropped("filtered", table, name)]
         version = int(table.columns["policy_version"].min())
         return [Group(name, table, combination, version, group_mark(table))]
-
-    def _kept(self, name: str, table: InfoTable) -> bool:
-        found = self.terms.policy.keep(table.infos()) if self.terms.policy.keep is not None else True
-        if not isinstance(found, bool | np.bool_):
-            raise InvalidGroup(f"keep gave {found!r} for group {name!r}; it returns True or False.")
-        return bool(found)
 
     def _oversize_acts(self) -> bool:
         return self.terms.policy.oversize != "alone"
 
     def _abandon(self, name: str, row: InfoTable, text: str, reason: str = "invalid") -> list[Group | Dropped]:
-        """An incomplete group that cannot become valid: it leaves whole, members still to come included."""
+        """An incomplete group that cannot become valid: it leaves whole."""
         policy = self.terms.policy.oversize if reason == "oversize" else None
-        table = InfoTable.concat([*self._open.pop(name), row])
-        out = self._invalid(name, table, text, reason=reason, policy=policy)
-        self._dead[name] = reason
-        return out
+        table = InfoTable.concat([*self._open.pop(name).members, row])
+        return self._invalid(name, table, text, reason=reason, policy=policy)
 
     def _invalid(
         self, name: str, table: InfoTable, text: str, reason: str = "invalid", policy: str | None = None
@@ -237,25 +187,6 @@ class Assembler:
         if (policy or self.terms.policy.invalid) == "error":
             raise InvalidGroup(text)
         return [Dropped(reason, table, name)]
-
-
-def annotated(group: Group, annotate: Annotate | None) -> InfoTable:
-    """The group's rows with the annotation's values added."""
-    if annotate is None:
-        return group.table
-    added = annotate(group.table.infos())
-    if not isinstance(added, Mapping):
-        raise InvalidGroup(f"annotate gave {added!r} for group {group.name!r}; it returns {{name: [one float each]}}.")
-    taken = {*group.table.schema.names, *group.table.value_names, *RESERVED, *PER_TOKEN}
-    for name, values in added.items():
-        if name in taken:
-            raise InvalidArgument(f"annotate adds {name!r}, which is a stored value or column; choose another name.")
-        if not _one_float_each(values, len(group.table)):
-            raise InvalidGroup(
-                f"annotate gave {name!r} = {values!r} for group {group.name!r} of {len(group.table)} members; it must "
-                "return one finite float (float32) per member."
-            )
-    return group.table.with_values(added)
 
 
 def extras(group: Group, rows: InfoTable, policy: GroupPolicy) -> list[Group | Dropped]:
@@ -300,15 +231,6 @@ def _check_surplus(policy: GroupPolicy, info: TrajectoryInfo, size: int) -> None
         )
 
 
-def _one_float_each(values: Sequence[float], count: int) -> bool:
-    try:
-        with np.errstate(over="ignore"):  # beyond float32 is infinite, which is not finite
-            cells = np.asarray(values, np.float32)
-    except (TypeError, ValueError):
-        return False
-    return cells.shape == (count,) and bool(np.isfinite(cells).all())
-
-
 def _by_place(info: TrajectoryInfo) -> tuple[int, int, int]:
     writer, segment, item = info.address
     return segment, writer, item
@@ -316,6 +238,19 @@ def _by_place(info: TrajectoryInfo) -> tuple[int, int, int]:
 
 def _who(table: InfoTable) -> str:
     return f"group {table[0].group!r} of trajectory {table[0].id!r}"
+
+
+def _uncounted(table: InfoTable, missing: Sequence[str], names: Sequence[str], found: Combination) -> str:
+    if missing:
+        what = f"has no attribute {missing[0]!r}"
+    else:
+        what = "has " + " and ".join(
+            f"{value!r} as attribute {name!r}" for name, value in zip(names, found, strict=True)
+        )
+    return (
+        f"{_who(table)} {what}, which the quotas count; its attributes are {dict(table[0].attributes)}. Set it at put, "
+        "add a quota for it, or drop with invalid='drop'."
+    )
 
 
 def _not_whole(table: InfoTable, size: int | None) -> str:

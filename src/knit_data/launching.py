@@ -38,6 +38,8 @@ _RECENT = 64  # durations that a lead is estimated from
 _SPREAD = 0.5  # standard deviations that a lead lies above the mean: holding back then costs under 1 % of throughput
 _URGENCY = 0.5  # share of the lead that orders launches: the whole lead favours slow sources at the cost of fast ones
 _BY_COMBINATION = {"deficits", "seats", "mix", "waiting", "surplus", "yields"}
+_AMPLE = 0.02  # share of time that a trainer may wait and still be what limits the run
+_MEMORY = 0.95  # of the trainer's pace, a step
 _FAR = 2  # train batches ahead at most, where no staleness bound says otherwise
 
 
@@ -92,41 +94,56 @@ class Outlook(Demand):
 
 
 def outlook_of(
-    admission: Admission[C], pace: float | None, starving: bool, yields: Mapping[Combination, float] | None = None
+    admission: Admission[C], pace: Pace, starving: bool, yields: Mapping[Combination, float] | None = None
 ) -> Outlook:
-    """The demand of an open train batch, for launchers."""
-    sizes, p, seats, rule = admission.sizes, admission.progress, admission.seats, admission.staleness
-    steps = sizes.clock.steps
+    """The demand of the open train batch, for launchers.
+
+    While the last step of a train batch runs, the next one is open already, but what is launched for it now will be
+    older than its weights. So a trainer that need not wait for groups is not said to need them yet.
+    """
+    sizes, p, rule = admission.sizes, admission.progress, admission.staleness
+    steps, (deficits, filled) = sizes.clock.steps, admission.needs()
+    closing = not starving and pace.ample and p.train_batch > 0 and p.epoch == p.position == 0
     return Outlook(
         p.train_batch,
-        seats.deficits(),
-        seats.free(),
+        deficits,
+        admission.seats.left - sum(deficits.values()),
         admission.quotas.attributes,
-        seats.completion(),
+        {} if closing else filled,
         admission.mix,
         admission.waiting_by_combination(),
         admission.surplus(),
         yields or {},
         sizes.minis,
         steps,
-        steps * (p.train_batch + 1) - sizes.index(p),
-        pace,
+        0 if closing else steps * (p.train_batch + 1) - sizes.index(p),
+        pace.seconds,
         starving,
         None if rule is None else rule.steps(sizes.clock),
     )
 
 
 class Pace:
-    """Seconds of an optimizer step, from the times of admissions that nothing was waited for."""
+    """How fast the trainer goes, from the times of admissions. ``seconds``: of an optimizer step, from those that
+    nothing was waited for; None: not known yet. ``ample``: hardly any time was waited lately, training is what limits
+    the run."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
         self._last: float | None = None
+        self._waited = self._passed = 0.0  # lately
 
-    def admitted(self, now: float, waited: bool) -> None:
-        if self._last is not None and not waited:
+    @property
+    def ample(self) -> bool:
+        return self.seconds is not None and self._waited <= _AMPLE * self._passed
+
+    def admitted(self, now: float, waited: float) -> None:
+        """A mini-batch was admitted after so many seconds of waiting for groups."""
+        if self._last is not None:
             took = now - self._last
-            self.seconds = took if self.seconds is None else 0.9 * self.seconds + 0.1 * took
+            self._waited, self._passed = _MEMORY * self._waited + waited, _MEMORY * self._passed + took
+            if not waited:
+                self.seconds = took if self.seconds is None else _MEMORY * self.seconds + (1 - _MEMORY) * took
         self._last = now
 
 

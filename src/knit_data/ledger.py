@@ -20,7 +20,7 @@ import numpy as np
 from knit_data.errors import StateError
 from knit_data.infos import Array, InfoTable
 
-VERSION = 1
+VERSION = 2
 Done = tuple[int, set[int] | None]  # rows of a segment, and the items with a fate; None: all
 Runs = list[tuple[int, int, int, int, int]]  # writer, segment, first item, count, rows of the segment
 
@@ -48,6 +48,7 @@ class Entry:
     dropped: Mapping[str, int] = field(default_factory=dict)  # by reason, as Dropped.count counts
     forget_below: int | None = None  # versions that no admission can take any more
     starts: Sequence[tuple[int, int]] = ()  # writers found after their first segments were reclaimed
+    accepted: Sequence[int] = ()  # keys of groups that ``keep`` accepted since the entry before, and that still wait
 
     def to_json(self) -> dict[str, Any]:
         p = self.progress
@@ -61,6 +62,7 @@ class Entry:
             "dropped": dict(self.dropped),
             "forget_below": self.forget_below,
             "starts": [list(s) for s in self.starts],
+            "accepted": _pack_keys(self.accepted),
         }
 
     @classmethod
@@ -75,6 +77,7 @@ class Entry:
             data["dropped"],
             data["forget_below"],
             [(writer, first) for writer, first in data["starts"]],
+            _unpack_keys(data["accepted"]),
         )
 
 
@@ -89,6 +92,7 @@ class Ledger:
         self.dropped: dict[str, int] = {}
         self.seen: dict[int, tuple[int, int, int, int]] = {}
         self.hashes: set[int] = set()  # groups remembered by name only
+        self.accepted: set[int] = set()  # groups that ``keep`` accepted and that have no fate yet
         self._next: dict[int, int] = {}
         self._done: dict[int, dict[int, Done]] = {}  # writer -> segment, from _next on -> what of it is done
 
@@ -116,7 +120,9 @@ class Ledger:
             self._advance(writer, first)
         for run in entry.runs:
             self._finish(*run)
+        self.accepted |= set(entry.accepted)
         for key, *rest in entry.seen:
+            self.accepted.discard(key)
             if self.remember_all:
                 self.hashes.add(key)
             else:
@@ -170,7 +176,8 @@ class Ledger:
             "opened": [list(map(list, runs)) for runs in self.opened],
             "dropped": dict(sorted(self.dropped.items())),
             "seen": _pack([(k, *v) for k, v in sorted(self.seen.items())]),
-            "hashes": base64.b64encode(np.array(sorted(self.hashes), np.uint64).tobytes()).decode(),
+            "hashes": _pack_keys(sorted(self.hashes)),
+            "accepted": _pack_keys(sorted(self.accepted)),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -191,7 +198,7 @@ class Ledger:
             opened = [[_run(r) for r in runs] for runs in state["opened"]]
             dropped = {_text(reason): _count(n) for reason, n in state["dropped"].items()}
             seen = {k: (mark, v, w, s) for k, mark, v, w, s in _unpack(state["seen"])}
-            hashes = set(np.frombuffer(_blob(state["hashes"]), np.uint64).tolist())
+            hashes, accepted = set(_unpack_keys(state["hashes"])), set(_unpack_keys(state["accepted"]))
             cursors = {_count(writer): _count(at) for writer, at, _ in state["writers"]}
             done: dict[int, dict[int, Done]] = {
                 writer: {_count(s): (_count(rows), None if i is None else set(map(_count, i))) for s, rows, i in later}
@@ -205,7 +212,8 @@ class Ledger:
                 f"this is not a state of this loader ({error!r}); found {found}. Give what state_dict() returned."
             ) from error
         self.progress, self.counts, self.opened, self.dropped = progress, counts, opened, dropped
-        self.seen, self.hashes, self._next, self._done = seen, hashes, cursors, done
+        self.seen, self.hashes, self.accepted = seen, hashes, accepted
+        self._next, self._done = cursors, done
 
     def _check_terms(self, then: Mapping[str, Any], progress: Progress) -> None:
         """Sizes, passes and seed must be those of the run; quotas may change between train batches."""
@@ -253,6 +261,14 @@ def _text(value: object) -> str:
 
 def _blob(text: str) -> bytes:
     return base64.b64decode(_text(text), validate=True)
+
+
+def _pack_keys(keys: Sequence[int]) -> str:
+    return base64.b64encode(np.array(keys, np.uint64).tobytes()).decode()
+
+
+def _unpack_keys(text: str) -> list[int]:
+    return list(map(int, np.frombuffer(_blob(text), np.uint64)))
 
 
 def _pack(rows: Sequence[tuple[int, int, int, int, int]]) -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
@@ -27,9 +28,17 @@ from knit_data.errors import InvalidArgument, UsageError
 from knit_data.exchange import Exchange
 from knit_data.share import End, Share
 
-Admit = Callable[[int, float, bool], Share | End | None]  # number, seconds to wait, whether it is waited for
+
+class Admit(Protocol):
+    """Mini-batch i, within so many seconds; whether it is waited for."""
+
+    def __call__(self, i: int, timeout: float, needed: bool, /) -> Share | End | None: ...
+    def tend(self) -> None: ...
+
+
 _SLICE = 0.05  # seconds one admission attempt may wait for data
 _IDLE = 0.02  # seconds between looks for what other ranks want
+_TEND = 0.1  # seconds between looks for what has come, when there is nothing to do
 _PATIENCE = 0.2  # seconds that next() waits to learn whether the stream has ended
 
 
@@ -207,7 +216,9 @@ class Prefetcher:
             with self._turn:
                 job = self._choose(wanted)
                 if job is None and not self._stop:
-                    self._turn.wait(_IDLE if self._exchange.world > 1 else 1.0)
+                    self._turn.wait(_IDLE if self._exchange.world > 1 else _TEND)
+            if job is None:
+                self._admit.tend()
             if isinstance(job, _Need):
                 self._read(job)
             elif job is not None:

@@ -1,42 +1,38 @@
 """The quota sampler: which groups form the next mini-batch, decided on global rank 0 for all.
 
 A torchdata node over a ``TrajectoryStream``. The decisions themselves are pure (``groups``, ``admission``,
-``quotas``, ``staleness``); this file feeds them and remembers what became of every row (``ledger``).
+``quotas``, ``staleness``), ``intake`` feeds them and remembers what became of every row (``ledger``); this file says
+when: what is read before what is decided, how long is waited, and what the consumer gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import warnings
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch.distributed as dist
 from torchdata.nodes import BaseNode
 
-from knit_data.admission import Admission, AdmittedMiniBatch, Sizes, check_progress, explain, mini_batch
+from knit_data.admission import Admission, AdmittedMiniBatch, Sizes, check_progress, mini_batch
 from knit_data.errors import InvalidArgument, InvalidGroup, UsageError, WaitTimeout
-from knit_data.groups import (
-    Assembler,
-    Dropped,
-    Group,
-    GroupPolicy,
-    Terms,
-    annotated,
-    conflict,
-    extras,
-    group_mark,
-    name_key,
-)
-from knit_data.infos import InfoTable, parse_attributes
-from knit_data.launching import Outlook, outlook_of
-from knit_data.ledger import Entry, Ledger, Progress, Runs, runs_of
-from knit_data.quotas import Combination, Quotas, QuotaSeats
+from knit_data.explain import Around, explain
+from knit_data.groups import Group, Terms
+from knit_data.infos import InfoTable
+from knit_data.intake import Flights, Intake
+from knit_data.launching import Outlook, Pace, outlook_of
+from knit_data.ledger import Entry, Ledger, Progress
+from knit_data.policy import GroupPolicy
+from knit_data.quotas import Combination, Quotas
+from knit_data.seats import QuotaSeats
 from knit_data.staleness import Staleness
-from knit_data.stream import TrajectoryStream, stored
-from knit_data.truncate import truncated
+from knit_data.stream import TrajectoryStream
 
 _SLICE = 0.05
+_TEND = 0.1  # seconds between two looks while nothing is asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +89,12 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         )
         self.policy = groups or GroupPolicy()
         self.max_tokens = self.policy.max_tokens
-        QuotaSeats(self.quotas, train_batch_size)  # refuses quotas that cannot add up
+        QuotaSeats(self.quotas, train_batch_size, None, mini_batch_size)  # refuses quotas that cannot add up
         self._ledger: Ledger | None = None
         self._failure: Exception | None = None
         self._waiting_since: float | None = None
+        self._tended = -math.inf
+        self._ended = self._warned = False
 
     # -- node contract ----------------------------------------------------------------------------------------------
 
@@ -139,15 +137,16 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             return f"global rank 0 admits; ask its sampler, not that of rank {dist.get_rank()}."
         if self._ledger is None:
             return "the sampler has not started: it starts with the first mini-batch."
-        return explain(self._admission, self._incomplete(), self.dropped())
+        return explain(self._admission, self._around())
 
     def dropped(self) -> dict[str, int]:
         """What was dropped so far, by reason: groups, or for the reasons of ``EXTRAS`` single trajectories."""
-        return _counted(self._required().dropped, self._drops)
+        self._required()
+        return self._intake.dropped()
 
     def left_over(self) -> int:
         """Groups, complete or not, that have no fate yet."""
-        return len(self._admission.waiting) + len(self._assembler.incomplete) if self._ledger else 0
+        return self._intake.left_over() if self._ledger else 0
 
     # -- for the loader ---------------------------------------------------------------------------------------------
 
@@ -174,7 +173,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             "group_size": self.group_size,
             "epochs": self.sizes.epochs,
             "seed": self.seed,
-            "quotas": {f"{a}={v}": str(b) for a in self.quotas.attributes for (v,), b in self.quotas.bounds().items()},
+            "quotas": self.quotas.to_json(self.sizes.train_batch),
         }
         ledger = Ledger(self.stream.store.id, terms, remember_all=self.staleness is None)
         if state is not None:
@@ -202,46 +201,55 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             self._failure = e
             raise
 
+    def tend(self) -> None:
+        """Between admissions: read what has come, so that launchers see it counted. Errors wait for the next."""
+        now = self.stream.store.backend.now()
+        if self._ledger is None or self._failure is not None or self._ended or now - self._tended < _TEND:
+            return
+        self._tended = now
+        try:
+            self._drain()
+            self._publish_demand()
+        except Exception as e:
+            self._failure = e
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _start(self, ledger: Ledger) -> None:
-        self._ledger, self._failure = ledger, None
-        policy = self.policy
-        terms = Terms(self.group_size, self.quotas.attributes, self._seats().knows, policy, self.staleness is None)
-        self._assembler = Assembler(terms, self.max_tokens)
+        store = self.stream.store
+        terms = Terms(self.group_size, self.quotas.attributes, self._seats().knows, self.policy, self.staleness is None)
         self._admission: Admission[Group] = Admission(self.sizes, self.quotas, self.staleness, self.seed)
-        self._drops: list[Dropped] = []  # since the entry before
-        self._ended: set[int] = set()  # keys of the groups among them
-        self._waiting_since = None
+        self._intake = Intake(terms, ledger, self._admission, store, self.max_tokens)
+        self._annotated: dict[int, InfoTable] = {}  # groups of the open train batch, for its later passes
+        self._flights, self._shown = Flights(store), Flights(store)  # the latter for explain, from any thread
+        self._waiting_since, self._ended = None, False
         self._demanded: Outlook | None = None
-        self.stream.reset(
-            {"store": self.stream.store.id, "writers": [[w, s, 0] for w, s in sorted(ledger.cursors().items())]}
-        )
-        batch = [self._reread(runs) for runs in ledger.opened]
+        self._pace, self._starving = Pace(), False
+        self._ledger, self._failure = ledger, None
+        self.stream.reset({"store": store.id, "writers": [[w, s, 0] for w, s in sorted(ledger.cursors().items())]})
+        batch = [self._intake.reread(runs) for runs in ledger.opened]
         self._admission.restore(ledger.progress, ledger.counts, batch)
-
-    def _reread(self, runs: Runs) -> Group:
-        """A group of the open train batch, again from its segments, for its later passes."""
-        tables = [self._cut(head).take(rows) for head, rows in stored(self.stream.store, runs)]
-        table = InfoTable.concat(tables)
-        return Group(table[0].group, table, (), int(table.columns["policy_version"].min()), 0)
 
     def _attempt(self, timeout: float, needed: bool) -> Admitted | None:
         admission, clock = self._admission, self.stream.store.backend
         if admission.over:
-            self._take(self.stream.poll(timeout))  # so that what is left over is counted after a resume, too
+            self._take(timeout)  # so that what is left over is counted after a resume, too
             self._drain()
-            raise StopIteration
+            self._end()
         if admission.progress.epoch == 0:
+            if self._waits and self._flights.look():
+                self.stream.hurry()  # what has landed must not lose its seat because its rows were not looked for
             self._drain()
-        chosen = self._choose()
+            self._intake.expire(clock.now())
+        chosen = admission.choose(self._held())
         if chosen is not None:
             return self._commit(chosen)
+        self._starving = needed
         self._publish_demand()
         if self.stream.ended:
             if not admission.cut_short():
-                raise StopIteration
-            return self._commit(self._choose() or [])
+                self._end()
+            return self._commit(admission.choose() or [])
         now = clock.now()
         if self._waiting_since is None or not needed:
             self._waiting_since = now
@@ -253,80 +261,26 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
                 "will come."
             )
         if timeout > 0:
-            self._take(self.stream.poll(timeout))
+            self._take(timeout)
         return None
 
+    def _end(self) -> NoReturn:
+        self._ended = True
+        raise StopIteration
+
+    def _take(self, timeout: float) -> bool:
+        tables = self.stream.poll(timeout)
+        self._intake.take(tables, self.stream.store.backend.now())
+        return bool(tables)
+
     def _drain(self) -> None:
-        while tables := self.stream.poll(0.0):
-            self._take(tables)
-
-    def _take(self, tables: Sequence[InfoTable]) -> None:
-        for table in tables:
-            rows = self._required().open_rows(table)
-            if len(rows) < len(table):
-                table = table.take(rows)
-            table = self._cut(table)
-            if self.group_size != 1:
-                units = [table] if len(table) else []
-            else:
-                units = [table.take(np.array([i])) for i in range(len(table))] if len(table) > 1 else [table]
-            for unit in units:
-                self._offer(unit)
-
-    def _cut(self, table: InfoTable) -> InfoTable:
-        if self.policy.oversize != "truncate" or self.max_tokens is None:
-            return table
-        return truncated(self.stream.store, table, self.max_tokens)
-
-    def _offer(self, table: InfoTable) -> None:
-        """One group or lone row: of a name that is known already, or new."""
-        outcomes = self._again(table)
-        for outcome in self._assembler.offer(table) if outcomes is None else outcomes:
-            if isinstance(outcome, Group):
-                self._admission.offer(outcome)
-                continue
-            self._drops.append(outcome)
-            if outcome.name is not None:
-                self._ended.add(name_key(outcome.name))
-
-    def _again(self, table: InfoTable) -> Sequence[Group | Dropped] | None:
-        """What becomes of rows whose group was complete before they came; None: it was not."""
-        ledger, size = self._required(), self.group_size
-        name = table[0].id if size == 1 else table[0].group
-        key = name_key(name)
-        waiting = self._admission.waiting.get(key)
-        whole = size == 1 or bool(table.columns["group_rows"][0])
-        if waiting is not None:
-            if not whole:
-                return extras(waiting, table, self.policy)
-            mark, (writer, segment, _) = waiting.mark, waiting.table[0].address
-        elif key in self._ended:
-            return [Dropped("late", table)]
-        elif key in ledger.seen:
-            mark, _, writer, segment = ledger.seen[key]
-        elif key in ledger.hashes:
-            return [Dropped("duplicate" if whole else "late", table)]
-        else:
-            return None
-        if not whole or not mark:  # only what was trained has a mark
-            return [Dropped("late", table)]
-        if mark == group_mark(table.take(np.arange(min(size, len(table)))) if size else table):
-            return [Dropped("duplicate", table)]
-        if self.policy.invalid == "error":
-            raise InvalidGroup(conflict(name, table, writer, segment))
-        return [Dropped("conflict", table)]
-
-    def _choose(self) -> list[Group] | None:
-        if self._admission.progress.epoch == 0:
-            for group, reason in self._admission.expire():
-                self._drops.append(Dropped(reason, group.table, group.name))
-                self._ended.add(group.key)
-        return self._admission.choose()
+        while self._take(0.0):
+            pass
 
     def _commit(self, chosen: list[Group]) -> Admitted:
-        admission, ledger = self._admission, self._required()
+        admission = self._admission
         before = admission.progress
-        tables = [annotated(group, self.policy.annotate) for group in chosen]
+        tables = [self._annotate(group) for group in chosen]
         for group, table in zip(chosen, tables, strict=True):
             if table.value_names != tables[0].value_names:
                 raise InvalidGroup(
@@ -334,63 +288,84 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
                     f"{tables[0].value_names}; it must return the same names for every group."
                 )
         index, is_last = admission.commit(chosen)
-        fresh = chosen if before.epoch == 0 else []
-        runs = runs_of([*(g.table for g in fresh), *(d.table for d in self._drops)])
-        seen = [(g.key, g.mark, g.version, *g.table[0].address[:2]) for g in fresh]
-        for drop in self._drops:
-            if drop.name is not None:
-                version = int(drop.table.columns["policy_version"].min())
-                seen.append((name_key(drop.name), 0, version, *drop.table[0].address[:2]))
-        entry = Entry(
-            admission.progress,
-            {c: n for c, n in admission.seats.counts.items() if n},
-            runs,
-            seen,
-            [runs_of([g.table]) for g in fresh] if self.sizes.epochs > 1 else [],
-            closes=admission.progress.train_batch > before.train_batch or admission.over,
-            dropped=_counted({}, self._drops),
-            forget_below=self._oldest(admission.progress),
-            starts=[(w, at) for w, at in self.stream.firsts().items() if at > ledger.cursors().get(w, 0)],
-        )
-        ledger.apply(entry)
-        self._drops, self._ended, self._waiting_since = [], set(), None
+        entry = self._intake.settle(chosen if before.epoch == 0 else [], before, self.stream.firsts())
+        if entry.closes:
+            self._annotated = {}
+        now = self.stream.store.backend.now()
+        self._pace.admitted(now, 0.0 if self._waiting_since is None else now - self._waiting_since)
+        self._waiting_since, self._starving = None, False
         self._publish_demand()
-        mini = mini_batch(tables, index, before, is_last)
-        return Admitted(mini, entry, self.stream.finite)
+        return Admitted(mini_batch(tables, index, before, is_last), entry, self.stream.finite)
 
-    def _oldest(self, progress: Progress) -> int | None:
-        """The oldest version that can still be admitted; groups below it need no remembering."""
-        if self.staleness is None:
-            return None
-        clock = self.sizes.clock
-        return progress.train_batch * clock.steps - self.staleness.steps(clock)
+    def _annotate(self, group: Group) -> InfoTable:
+        """The group's rows with the user's values, in later passes those of the first."""
+        table = self._annotated.get(group.key)
+        if table is None:
+            table = self._intake.judge.annotated(group.name, group.table)
+            if self.sizes.epochs > 1:
+                self._annotated[group.key] = table
+        return table
 
-    def _incomplete(self) -> dict[Combination, int]:
-        counts: dict[Combination, int] = {}
-        for members in list(self._assembler.incomplete.values()):  # another thread may be assembling
-            attributes = parse_attributes(members[0].ragged["attributes"].text(0))
-            combination = tuple(attributes.get(a, "") for a in self.quotas.attributes)
-            counts[combination] = counts.get(combination, 0) + 1
-        return counts
+    # -- in flight --------------------------------------------------------------------------------------------------
+
+    @property
+    def _waits(self) -> bool:
+        return self.staleness is not None and self.staleness.strategy == "wait"
+
+    def _held(self) -> Counter[Combination]:
+        """Groups in flight that the open train batch is the last to take."""
+        if not self._waits or self._admission.progress.epoch or self.stream.ended:
+            return Counter()
+        if self._flights.launches is None:
+            self._warn_unpaced()
+        return self._last_chances(self._flights)
+
+    def _last_chances(self, flights: Flights) -> Counter[Combination]:
+        rule, clock, k = self.staleness, self.sizes.clock, self._admission.progress.train_batch
+        found = self._intake.unfinished(flights.launches or ())
+        return Counter(c for x, c in found if rule and rule.last_chance(x.version, clock, train_batch=k))
+
+    def _warn_unpaced(self) -> None:
+        seen = self._admission.progress.train_batch or self._intake.dropped().get("stale")
+        if seen and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "Staleness(strategy='wait') needs a RolloutPacer to know what is in flight; without it nothing is "
+                "waited for, and groups that become too old are dropped as under 'drop'.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _around(self) -> Around:
+        intake, flights = self._intake, self._shown
+        flights.look()
+        launched = flights.launches
+        unread = intake.unfinished(x for x in launched or () if x.group not in intake.assembler.incomplete)
+        waits = self._waits and not self.stream.ended
+        return Around(
+            intake.incomplete(),
+            None if launched is None else Counter(combination for _, combination in unread),
+            self._last_chances(flights) if waits else {},
+            dict(intake.gone),
+            intake.dropped(),
+            intake.left_over(),
+            ended=self._ended,
+            unpaced=waits and launched is None,
+        )
+
+    # -- the rest ---------------------------------------------------------------------------------------------------
 
     def _publish_demand(self) -> None:
-        demand = outlook_of(self._admission, None, True)
+        demand = outlook_of(self._admission, self._pace, self._starving, self._intake.yields.shares())
         if demand != self._demanded:
             self.stream.store.publish_demand(demand)
             self._demanded = demand
 
     def _seats(self) -> QuotaSeats:
-        return QuotaSeats(self.quotas, self.sizes.train_batch)
+        return QuotaSeats(self.quotas, self.sizes.train_batch, None, self.sizes.mini_batch)
 
     def _required(self) -> Ledger:
         if self._ledger is None:
             self.reset()
         assert self._ledger is not None
         return self._ledger
-
-
-def _counted(before: Mapping[str, int], drops: Iterable[Dropped]) -> dict[str, int]:
-    counts = dict(before)
-    for drop in drops:
-        counts[drop.reason] = counts.get(drop.reason, 0) + drop.count
-    return counts

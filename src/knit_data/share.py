@@ -116,6 +116,10 @@ class Lead:
         self.exchange.publish(i, [s.to_bytes() for s in shares] if self.exchange.world > 1 else [])
         return shares[self.exchange.dp_rank]
 
+    def tend(self) -> None:
+        """Between admissions, so that launchers know what has come."""
+        self.sampler.tend()
+
     def _shares(self, admitted: Admitted) -> list[Share]:
         mini = admitted.mini
         columns = mini.table.columns
@@ -174,6 +178,9 @@ class Follow:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
+
+    def tend(self) -> None:
+        """Rank 0 does."""
 
     def __call__(self, i: int, _timeout: float, _needed: bool) -> Share | End | None:
         message = self.exchange.receive(i)

@@ -122,7 +122,7 @@ class _Run:
         self.dropped: dict[str, int] = {}
         self.ready: deque[Sequence[_Group]] = deque()  # admitted mini-batches
         self.free, self.now, self.version, self.step = scenario.slots, 0.0, 0, 0
-        self.busy, self.waited, self.dead_ends = False, True, 0
+        self.busy, self.asked, self.dead_ends = False, 0.0, 0
         self.begun: list[float] = []  # of each optimizer step
         self.done: list[float] = []  # of each train batch
         self.publishes: list[tuple[float, int]] = [(0.0, 0)]
@@ -178,7 +178,7 @@ class _Run:
     def _next_source(self) -> str | None:
         sources = self.scenario.sources
         if self.launching is not None:
-            demand = outlook_of(self.admission, self.pace.seconds, not self.busy, self.yields.shares())
+            demand = outlook_of(self.admission, self.pace, not self.busy, self.yields.shares())
             combination = self.launching.next(demand, self.in_flight, self.version // self.unit)
             return combination[0] if combination else None
         lost = sum(self.lost.values())
@@ -234,12 +234,10 @@ class _Run:
                 self._drop(group, reason)
             chosen = self.admission.choose()
             if chosen is None:
-                self.waited = True
                 return
             train_batch = self.admission.progress.train_batch
             self.admission.commit(chosen)
-            self.pace.admitted(self.now, self.waited)
-            self.waited = False
+            self.pace.admitted(self.now, self.now - self.asked)
             size = len(chosen) // self.unit
             self.ready.extend(chosen[i : i + size] for i in range(0, len(chosen), size))
             for i, group in enumerate(chosen):
@@ -256,14 +254,14 @@ class _Run:
         self.step += 1
         last = self.step % self.minis == 0
         if not last and self.scenario.publish == "train_batch":
-            self.busy = False
+            self.busy, self.asked = False, self.now
         elif self.scenario.publish_seconds:
             self._at(self.now + self.scenario.publish_seconds, "publish")
         else:
             self._publish()
 
     def _publish(self) -> None:
-        self.busy, self.version = False, self.step
+        self.busy, self.asked, self.version = False, self.now, self.step
         self.publishes.append((self.now, self.version))
         self.published.append(len(self.trace))
         self._note("publish", version=self.version)
@@ -339,13 +337,12 @@ class _Run:
 
     def _violations(self) -> int:
         """Train batches off their quotas, counted from what was trained."""
-        bounds = self.scenario.quotas.mapping["source"]
+        bounds = self.scenario.quotas.resolved(self.scenario.groups)["source"]
         counts = [dict.fromkeys(self.scenario.sources, 0) for _ in self.done]
         for group in self.groups:
             if 0 <= group.train_batch < len(counts):
                 counts[group.train_batch][group.source] += 1
-        pairs = {n: b if isinstance(b, tuple) else (b, b) for n, b in bounds.items()}
-        return sum(any(not pairs[n][0] <= c <= pairs[n][1] for n, c in found.items()) for found in counts)
+        return sum(any(not bounds[n].low <= c <= (bounds[n].high or 0) for n, c in found.items()) for found in counts)
 
     def _token_means(self, trained: Sequence[_Group]) -> Array:
         """Mean over a response's life of the version that was published then: its tokens come at a steady rate."""

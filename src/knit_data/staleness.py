@@ -37,8 +37,10 @@ class Clock:
 class Staleness:
     """The bound on a, inclusive, tested once, at admission.
 
-    ``unit``: "train_batch" or "optimizer_step". ``abandoned``: what to do with a version above the trainer's step,
-    which only a timeline that a resume abandoned can have made: "accept" it as a = 0, or "drop" its group.
+    ``unit``: "train_batch" or "optimizer_step". ``strategy``: "drop" what is too old, or also "wait": keep seats for
+    groups in flight that this train batch is the last to take; it needs a ``RolloutPacer``, which says what is in
+    flight. ``abandoned``: what to do with a version above the trainer's step, which only a timeline that a resume
+    abandoned can have made: "accept" it as a = 0, or "drop" its group.
     """
 
     limit: int
@@ -51,8 +53,8 @@ class Staleness:
             raise InvalidArgument(f"max_staleness must be an int >= 0 or None for no bound, found {self.limit!r}.")
         if self.unit not in ("train_batch", "optimizer_step"):
             raise InvalidArgument(f"staleness unit must be 'train_batch' or 'optimizer_step', found {self.unit!r}.")
-        if self.strategy != "drop":
-            raise InvalidArgument(f"staleness strategy {self.strategy!r}: this version has 'drop' only.")
+        if self.strategy not in ("drop", "wait"):
+            raise InvalidArgument(f"staleness strategy must be 'drop' or 'wait', found {self.strategy!r}.")
         if self.abandoned not in ("accept", "drop"):
             raise InvalidArgument(f"abandoned must be 'accept' or 'drop', found {self.abandoned!r}.")
 
@@ -61,6 +63,17 @@ class Staleness:
 
     def admits(self, excess: int, clock: Clock) -> bool:
         return excess <= self.steps(clock)
+
+    def excludes(self, version: int, clock: Clock, *, train_batch: int, step: int) -> str | None:
+        """Why an incomplete group with a member of this version can never be admitted: steps only grow."""
+        if not self.admits(clock.excess(train_batch=train_batch, version=version), clock):
+            return "stale"
+        return "abandoned" if self.abandoned == "drop" and version > step else None
+
+    def last_chance(self, version: int, clock: Clock, *, train_batch: int) -> bool:
+        """Whether this train batch may take the version and the next one may not."""
+        now, then = (clock.excess(train_batch=k, version=version) for k in (train_batch, train_batch + 1))
+        return self.admits(now, clock) and not self.admits(then, clock)
 
 
 def statistics(versions: Array, means: Array, *, index: int, train_batch: int, clock: Clock) -> Mapping[str, float]:

@@ -7,7 +7,7 @@ segments/<name>/<n>.safetensors  numbered densely per writer; immutable; its app
 sealing.json                     no put counts any more unless seal counts it
 ends/<m>.json                    how many segments writer m has in all
 sealed.json  finished.json       no more data will come; no more data is needed
-registers/...                    policy_version, demand, floor.<m>: small, the last write wins
+registers/...                    policy_version, demand, floor.<m>, launchers, inflight.<i>: small, the last write wins
 """
 
 from __future__ import annotations

@@ -151,7 +151,14 @@ def decode_head(head: bytes | bytearray | memoryview, *, writer: int, segment: i
             arrays[name] = flat.reshape(spec["shape"])
         else:
             bases[name] = (start + begin, spec["dtype"], spec["shape"])
-    return _located(InfoTable.from_arrays(arrays, schema), bases, writer, segment)
+    table = InfoTable.from_arrays(arrays, schema)
+    versions, means = table.columns["policy_version"], table.columns["mean_policy_version"]
+    if (versions < 0).any() or not (np.isfinite(means) & (means >= versions.astype(np.float64))).all():
+        raise CorruptData(
+            f"{where}: policy versions {versions.tolist()}, means {means.tolist()}: versions are counts, and no mean "
+            "is below its version or infinite. Write trajectories with a StoreWriter."
+        )
+    return _located(table, bases, writer, segment)
 
 
 def torch_dtype(code: str) -> torch.dtype:

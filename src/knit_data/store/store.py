@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from knit_data.errors import CorruptData, InvalidArgument
 from knit_data.infos import TrajectoryInfo
 from knit_data.launching import Demand, Outlook
-from knit_data.store.catalogue import Catalogue
+from knit_data.store.catalogue import Catalogue, check_count
 from knit_data.store.segment import checksum, torch_dtype
 from knit_data.store.writer import StoreWriter
 from knit_data.trajectory import Media, MediaRef, Trajectory
@@ -22,6 +23,15 @@ from knit_data.trajectory import Media, MediaRef, Trajectory
 D = TypeVar("D", bound=Demand)
 
 _RECLAIM = ("commit", "consumed", "never")
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A group that was launched and is not finished; where groups have one member, ``group`` is its id."""
+
+    group: str
+    attributes: Mapping[str, str]
+    version: int  # of the weights that it was launched with
 
 
 class TrajectoryStore(Catalogue):
@@ -54,6 +64,7 @@ class TrajectoryStore(Catalogue):
             raise InvalidArgument(f"max_bytes must be None or an int of at least 1, found {max_bytes!r}.")
         super().__init__(url, fsync=fsync, **storage_options)
         self.reclaim, self.max_bytes, self.fsync, self._options = reclaim, max_bytes, fsync, storage_options
+        self._launchers: int | None = None  # as last written here
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {"reclaim": self.reclaim, "max_bytes": self.max_bytes, "fsync": self.fsync, **self._options}
@@ -87,6 +98,18 @@ class TrajectoryStore(Catalogue):
     def finished(self) -> bool:
         return self.exists(["finished.json"])[0]
 
+    def publish_in_flight(self, share: tuple[int, int], launches: Sequence[InFlight]) -> None:
+        """All that launcher i of n has in flight; ``share`` is (i, n). Call it after the rows of what is done are
+        there, so that every group is seen in flight or in its rows."""
+        index, count = share if isinstance(share, tuple) and len(share) == 2 else (None, None)
+        if not (type(index) is int and type(count) is int and 0 <= index < count):
+            raise InvalidArgument(f"publish_in_flight needs launcher i of n as (i, n), 0 <= i < n, found {share!r}.")
+        data = {"launches": [[x.group, dict(x.attributes), x.version] for x in launches]}
+        self.backend.put(f"registers/inflight.{index}", json.dumps(data).encode())
+        if self._launchers != count:
+            self.backend.put("registers/launchers", str(count).encode())
+            self._launchers = count
+
     # -- trainer side -----------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> None:
@@ -98,6 +121,20 @@ class TrajectoryStore(Catalogue):
     def finish(self) -> None:
         """Nothing more is needed: later puts raise StoreClosed, and blocked ones wake with it."""
         self.backend.create("finished.json", [b"{}"])
+
+    def in_flight(self) -> list[InFlight] | None:
+        """What all launchers have in flight; None: no launcher ever said."""
+        count = self.register("launchers")
+        if not count:
+            return None
+        out = []
+        for key in (f"registers/inflight.{i}" for i in range(count)):
+            data = self._json(key) or {"launches": []}
+            with self._understood(key):
+                for group, attributes, version in data["launches"]:
+                    named = {str(name): str(value) for name, value in attributes.items()}
+                    out.append(InFlight(str(group), named, check_count(version)))
+        return out
 
     def publish_demand(self, demand: Outlook) -> None:
         self.backend.put("registers/demand", json.dumps(demand.to_json()).encode())
