@@ -89,7 +89,9 @@ def test_presets() -> None:
     assert preset("mix4") is not None and preset("mix4") == PRESETS["mix4"]
     changed = preset("mix4", 32, 8, 3)
     assert (changed.slots, changed.mini_batches, changed.slack, changed.sources) == (32, 8, 3, PRESETS["mix4"].sources)
-    assert changed.quotas.mapping["source"] == {"chat": (17, 23), "code": (17, 23), "math": (13, 19), "agent": (5, 11)}
+    assert changed.facts()["quotas"] == {"chat": [17, 23], "code": [17, 23], "math": [13, 19], "agent": [5, 11]}
+    bounds = changed.quotas.resolved(changed.groups)["source"]
+    assert {n: [b.low, b.high] for n, b in bounds.items()} == changed.facts()["quotas"]
     assert all(s.groups == 64 and s.responses == 512 and s.name == name for name, s in PRESETS.items())
     with pytest.raises(InvalidArgument, match=r"there is no preset 'mixed'; there are homo, mild, mix3, mix4, trainer"):
         preset("mixed")
