@@ -35,8 +35,11 @@ D = TypeVar("D", bound="Demand")
 Counts = Mapping[Combination, int]
 
 _RECENT = 64  # durations that a lead is estimated from
-_SPREAD = 0.5  # standard deviations that a lead lies above the mean: holding back then costs under 1 % of throughput
-_URGENCY = 0.5  # share of the lead that orders launches: the whole lead favours slow sources at the cost of fast ones
+_SPREAD = 0.75  # standard deviations that a lead lies above the mean: holding back costs under 1 % of throughput
+# How much the lead counts in the order of launches: all of it would favour slow combinations at the cost of fast ones.
+# But while a train batch closes, what takes long goes first: whatever starts will wait through one publish, and long
+# responses are the fewest that keep the slots busy; unless they are so long that they would wait through two.
+_URGENCY, _LONG_FIRST = 0.5, 2.0
 _BY_COMBINATION = {"deficits", "seats", "mix", "waiting", "surplus", "yields"}
 _AMPLE = 0.02  # share of time that a trainer may wait and still be what limits the run
 _MEMORY = 0.95  # of the trainer's pace, a step
@@ -76,7 +79,9 @@ class Outlook(Demand):
     so far. ``yields``: share of complete groups that were not dropped, where it is below 1. ``minis``, ``steps``:
     mini-batches of a pass and optimizer steps of a train batch; ``steps_left``: those not yet begun. ``pace``: seconds
     a step takes when nothing is waited for; None: not known yet. ``starving``: the trainer waits for groups.
-    ``limit``: optimizer steps that a group may be older than its train batch's start; None: no bound.
+    ``closing``: the last step before this train batch still runs, so that what starts now starts with weights that
+    are about to be old. ``limit``: optimizer steps that a group may be older than its train batch's start; None: no
+    bound.
     """
 
     attributes: tuple[str, ...] = ()
@@ -90,6 +95,7 @@ class Outlook(Demand):
     steps_left: int = 1
     pace: float | None = None
     starving: bool = True
+    closing: bool = False
     limit: int | None = None
 
 
@@ -103,22 +109,24 @@ def outlook_of(
     """
     sizes, p, rule = admission.sizes, admission.progress, admission.staleness
     steps, (deficits, filled) = sizes.clock.steps, admission.needs()
-    closing = not starving and pace.ample and p.train_batch > 0 and p.epoch == p.position == 0
+    closing = not starving and p.train_batch > 0 and p.epoch == p.position == 0
+    early = closing and pace.ample
     return Outlook(
         p.train_batch,
         deficits,
         admission.seats.left - sum(deficits.values()),
         admission.quotas.attributes,
-        {} if closing else filled,
+        {} if early else filled,
         admission.mix,
         admission.waiting_by_combination(),
         admission.surplus(),
         yields or {},
         sizes.minis,
         steps,
-        0 if closing else steps * (p.train_batch + 1) - sizes.index(p),
+        0 if early else steps * (p.train_batch + 1) - sizes.index(p),
         pace.seconds,
         starving,
+        closing,
         None if rule is None else rule.steps(sizes.clock),
     )
 
@@ -193,7 +201,8 @@ class Launching:
                     continue
                 if not demand.starving and turn >= mean + spread:
                     continue
-            urgency = turn - _URGENCY * mean
+            weight = _URGENCY if not demand.closing else _LONG_FIRST if mean < demand.steps else 0.0
+            urgency = turn - weight * mean
             if best is None or urgency < best[0]:
                 best = urgency, combination
         return best[1] if best else None
