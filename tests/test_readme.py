@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import knit_data as kd
@@ -30,7 +32,7 @@ def respond(prompt: str, i: int, version: int) -> kd.Trajectory:
 
 
 def test_the_readme_trains(tmp_path, monkeypatch):
-    rollout, training = BLOCKS
+    rollout, training, _ = BLOCKS
     monkeypatch.chdir(tmp_path)
     exec(compile(rollout, "README.md", "exec"), {"prompts": [f"p{g}" for g in range(16)], "respond": respond})
     store = kd.TrajectoryStore("out/run")
@@ -42,3 +44,38 @@ def test_the_readme_trains(tmp_path, monkeypatch):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert store.finished() and store.policy_version() == 8
+
+
+def test_the_readme_launches(tmp_path, monkeypatch):
+    """Until the prompts run out: then the store is sealed, and the trainer's iteration ends by itself."""
+    monkeypatch.chdir(tmp_path)
+    store = kd.TrajectoryStore("out/run")
+    sampler = kd.QuotaSampler(
+        kd.TrajectoryStream(kd.TrajectoryStore("out/run")), 4, 2, 8, quotas={"source": {"math": 2, "code": 2}}
+    )
+    trained: list[str] = []
+
+    def train():
+        while True:
+            try:
+                trained.extend(info.attributes["source"] for info in sampler.next().infos)
+            except StopIteration:
+                return
+
+    prompts = {"math": [f"p{g}" for g in range(1, 60, 2)], "code": [f"p{g}" for g in range(0, 60, 2)]}
+    asked = []
+
+    def next_prompt(attributes):
+        asked.append(attributes["source"])
+        if len(asked) == 12:
+            store.seal()
+        return prompts[attributes["source"]].pop()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    facts = {"kd": kd, "store": store, "respond": respond, "next_prompt": next_prompt}
+    with contextlib.suppress(kd.StoreClosed):  # the last group comes after the seal
+        exec(compile(BLOCKS[2], "README.md", "exec"), facts)
+    trainer.join(60)
+    assert not trainer.is_alive()
+    assert len(trained) >= 8 * 8 and trained.count("math") == trained.count("code")

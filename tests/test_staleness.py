@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+from itertools import combinations, count, product
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knit_data.admission import Sizes
+from knit_data.admission import Admission, Sizes
 from knit_data.errors import InvalidArgument
 from knit_data.ledger import Progress
+from knit_data.quotas import Quotas
 from knit_data.staleness import Clock, Staleness, statistics
 
 
@@ -124,3 +129,53 @@ def test_what_excludes_an_incomplete_group() -> None:
     ):
         found = [rule.excludes(v, clock, train_batch=3, step=13) for v in (7, 8, 12, 13, 14)]
         assert found == expected, "train batch 3 begins at step 12; step 13 is next"
+
+
+# -- what would expire goes first -------------------------------------------------------------------------------------
+
+
+def most_batches(pools: dict[str, list[int]], quotas: dict[str, int], limit: int, k: int = 0) -> int:
+    """Train batches that the best order of admission completes of groups that are all there: tries every choice."""
+    fresh = {s: [v for v in pool if k - v <= limit] for s, pool in pools.items()}
+    if any(len(fresh[s]) < n for s, n in quotas.items()):
+        return k
+    choices = [set(combinations(sorted(fresh[s]), n)) for s, n in quotas.items()]
+    best = k
+    for choice in product(*choices):
+        rest = {
+            s: list((Counter(fresh[s]) - Counter(taken)).elements()) for s, taken in zip(quotas, choice, strict=True)
+        }
+        best = max(best, most_batches(rest, quotas, limit, k + 1))
+    return best
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_oldest_first_loses_no_train_batch_to_expiry(data: st.DataObject) -> None:
+    """Within a train batch nothing expires, and what expires with it is the oldest: by version is by deadline."""
+    quotas = {name: data.draw(st.integers(1, 2)) for name in ("a", "b")[: data.draw(st.integers(1, 2))]}
+    limit = data.draw(st.integers(0, 2))
+    pools = {name: data.draw(st.lists(st.integers(0, 3), max_size=5)) for name in quotas}
+    size = sum(quotas.values())
+    made: Admission[Waiting] = Admission(Sizes(size, 1), Quotas({"s": quotas}), Staleness(limit))
+    number = count()
+    for name, versions in pools.items():
+        for version in versions:
+            made.offer(Waiting(next(number), (name,), version * size))
+    while True:
+        made.expire()
+        if (chosen := made.choose()) is None:
+            break
+        made.commit(chosen)
+    assert made.progress.train_batch == most_batches(pools, quotas, limit)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    key: int
+    combination: tuple[str, ...]
+    version: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.version, self.key

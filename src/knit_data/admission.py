@@ -6,6 +6,9 @@ the whole mini-batch is found, so that a late older group still goes first. Gree
 exists while quotas count one attribute, or one within another: the sets of groups that can be completed to a feasible
 batch then form a matroid. Where attributes cross, a bounded search goes on from there.
 
+Oldest first is also what would expire first: `a` counts from the start of the train batch, so that nothing expires
+within one, and what expires with it is what is oldest.
+
 Pure: groups in, decisions out.
 """
 
