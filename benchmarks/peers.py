@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 
 def first_fit_decreasing(lengths: Sequence[int], cap: int, ranks: int) -> list[list[int]]:
@@ -50,3 +51,32 @@ def arrival_order(lengths: Sequence[int], cap: int, ranks: int) -> list[list[int
         bins[-1].append(row)
         load += length
     return bins + [[] for _ in range(-len(bins) % ranks)]
+
+
+class Waiting(Protocol):
+    """A complete group that waits for a seat."""
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+    @property
+    def combination(self) -> tuple[str, ...]: ...
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+def sort_and_scan(
+    waiting: Sequence[W], count: int, fits: Callable[[Sequence[tuple[str, ...]]], bool]
+) -> list[W] | None:
+    """For every seat: sort all that wait, take the oldest that still fits. ``fits``: whether these combinations,
+    together, leave every quota of the train batch within reach."""
+    chosen: list[W] = []
+    taken: list[tuple[str, ...]] = []
+    while len(chosen) < count:
+        rest = sorted((group for group in waiting if group not in chosen), key=lambda group: group.order)
+        found = next((group for group in rest if fits([*taken, group.combination])), None)
+        if found is None:
+            return None
+        chosen.append(found)
+        taken.append(found.combination)
+    return chosen

@@ -253,7 +253,7 @@ def test_a_filter_is_made_up_for() -> None:
     scenario = Scenario(sources, 32, mini_batches=16, batches=12, warmup=4)
     report = simulate(scenario, pacing=True)
     assert report.trained == {"a": 12 * 32, "b": 12 * 32} and report.violations == 0
-    assert report.cycle_seconds < 1.05 * 1.5 * scenario.rollout_seconds, "a costs twice its share"
+    assert report.cycle_seconds < 1.15 * 1.5 * scenario.rollout_seconds, "a costs twice its share"
     assert report.staleness < 0.2
     early = simulate(scenario)
     assert early.dead_ends == 1, "a gate over all launches runs full of b"

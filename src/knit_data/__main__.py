@@ -122,9 +122,10 @@ def _trace(scenario: Scenario) -> Iterator[dict[str, Any]]:
 
 def _text(s: Scenario, seeds: int, rows: Sequence[dict[str, Any]]) -> str:
     """The table, the bounds, and how far the paced policy is from them."""
+    runs = f"mean of {seeds} runs" if seeds > 1 else "one run"
     lines = [
         f"{s.name}: train batches of {s.groups} groups of {s.group_size} responses in {s.mini_batches} mini-batches,",
-        f"{s.slots} slots, slack {s.slack}; {s.batches} train batches after {s.warmup} others, mean of {seeds} runs.",
+        f"{s.slots} slots, slack {s.slack}; {s.batches} train batches after {s.warmup} others, {runs}.",
         "",
     ]
     table = [list(COLUMNS)]
