@@ -97,7 +97,7 @@ def test_a_trace_is_enough_for_a_stranger(capsys: pytest.CaptureFixture[str], tm
         assert found["violations"] == report.violations == 0
 
 
-@pytest.mark.parametrize(("preset", "suffix"), [("mix4", "png"), ("stuck", "svg")])
+@pytest.mark.parametrize(("preset", "suffix"), [("homo", "png"), ("stuck", "svg")])
 def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path, preset: str, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / f"plot.{suffix}"

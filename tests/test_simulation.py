@@ -181,7 +181,7 @@ def scenarios(draw: st.DrawFn, filters: bool) -> Scenario:
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(scenarios(filters=False), st.booleans(), st.integers(0, 3))
 def test_random_runs_go_on_and_keep_their_quotas(scenario: Scenario, pacing: bool, seed: int) -> None:
     report = simulate(scenario, pacing=pacing, seed=seed)
@@ -190,7 +190,7 @@ def test_random_runs_go_on_and_keep_their_quotas(scenario: Scenario, pacing: boo
     assert 0 <= report.trainer_idle < 1
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(scenarios(filters=True), st.integers(0, 3))
 def test_paced_runs_go_on_with_filters_failures_and_a_staleness_bound(scenario: Scenario, seed: int) -> None:
     assume(not (scenario.max_staleness == 0 and scenario.slack))  # see below
@@ -209,7 +209,7 @@ def test_ranges_with_a_bound_of_zero_go_on() -> None:
 
 
 @given(scenarios(filters=False))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_every_response_lives_in_order(scenario: Scenario) -> None:
     """Slots are never overbooked; a group is launched, started, completed, admitted and stepped in this order."""
     busy, state = 0, Counter[int]()
