@@ -191,11 +191,12 @@ class Launching:
             needed = demand.seats.get(combination, 0)
             if not whole and not needed:
                 continue
-            there = in_flight.get(combination, 0) * demand.yields.get(combination, 1.0)
-            there += demand.waiting.get(combination, 0) + demand.surplus.get(combination, 0.0)
+            coming = in_flight.get(combination, 0) * demand.yields.get(combination, 1.0)
+            coming += demand.waiting.get(combination, 0)
+            there = coming + demand.surplus.get(combination, 0.0)  # past surplus makes it less urgent; it fills no seat
             turn, batches = self._turn(demand, there, needed, whole)
             mean, spread = self._lead(combination, demand)
-            if there >= needed:
+            if min(coming, there) >= needed:
                 limit = _FAR * demand.steps if demand.limit is None else demand.limit
                 if (demand.train_batch + batches) * demand.steps - version > limit:
                     continue
