@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from knit_data.admission import Admission, Sizes
 from knit_data.launching import Demand, Launching, Outlook, Pace, Yields, outlook_of
 from knit_data.quotas import Combination, Quotas
-from knit_data.scenario import Scenario, Source
-from knit_data.simulation import Report, simulate
+from knit_data.simulation import Report, Scenario, Source, simulate
 from knit_data.staleness import Staleness
 
 A, B, C = ("a",), ("b",), ("c",)

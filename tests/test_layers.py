@@ -16,11 +16,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "infos", "errors"),
     (
         *("quotas", "laminar", "flow", "structure", "seats", "staleness", "policy", "groups", "ledger"),
-        *("admission", "explain", "launching", "scenario", "planning", "ops"),
+        *("admission", "explain", "launching", "planning", "ops"),
     ),
     ("store",),
     ("stream", "truncate", "intake", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),
-    ("encoder", "minibatch", "loader", "pacing", "simulation", "compare"),
+    ("encoder", "minibatch", "loader", "pacing", "simulation"),
     ("integrations", "__main__"),
 )
 TOP = len(LAYERS)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_simulation import stranger
+from stranger import stranger
 
 import knit_data.__main__ as command
-from knit_data.scenario import PRESETS, Scenario, Source
-from knit_data.simulation import simulate
+from knit_data.simulation import PRESETS, Scenario, Source, simulate
 
 KEYS = (
     "policy staleness staleness_token_mean reduction reduction_token_mean p99 max cycle_ratio trainer_idle violations "

@@ -31,8 +31,7 @@ from knit_data.planning import Padding
 from knit_data.policy import GroupPolicy, group_advantages
 from knit_data.quotas import Quotas, at_least, at_most
 from knit_data.sampler import QuotaSampler
-from knit_data.scenario import Scenario, Source
-from knit_data.simulation import Report, simulate
+from knit_data.simulation import Report, Scenario, Source, simulate
 from knit_data.staleness import Staleness
 from knit_data.store import StoreWriter, TrajectoryStore
 from knit_data.stream import TrajectoryStream

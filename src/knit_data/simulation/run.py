@@ -23,7 +23,7 @@ from knit_data.errors import InvalidArgument
 from knit_data.infos import Array
 from knit_data.launching import Launching, Pace, Yields, outlook_of
 from knit_data.quotas import Combination, Quotas
-from knit_data.scenario import Scenario
+from knit_data.simulation.scenario import Scenario
 from knit_data.staleness import Staleness
 
 ADMISSIONS = ("colocated", "train-batch", "unchecked", "constraint-preserving")
@@ -63,7 +63,7 @@ def simulate(
     train batch is met), "unchecked" (mini-batches in order of age, quotas ignored) or "constraint-preserving" (ours).
     ``pacing``: launch just in time, as ``RolloutPacer`` does, not as early as slots and ``launch_ahead`` allow.
 
-    >>> from knit_data.scenario import PRESETS
+    >>> from knit_data.simulation.scenario import PRESETS
     >>> batch, mini = (simulate(PRESETS["homo"], a) for a in ("train-batch", "constraint-preserving"))
     >>> round(1 - mini.staleness / batch.staleness, 2)
     0.92

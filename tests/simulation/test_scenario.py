@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from knit_data.errors import InvalidArgument
-from knit_data.scenario import PRESETS, Scenario, Source, preset
+from knit_data.simulation import PRESETS, Scenario, Source, preset
 
 QUANTILES = [(0.01, 38.0), (0.25, 66.0), (0.5, 88.0), (0.75, 117.0), (0.99, 229.0), (1.0, 404.0)]
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from knit_data.errors import InvalidArgument
-from knit_data.scenario import Scenario
-from knit_data.simulation import simulate
+from knit_data.simulation.run import simulate
+from knit_data.simulation.scenario import Scenario
+
+PACED = "constraint-preserving, paced"
 
 
 def compare(scenario: Scenario, seeds: int = 3, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
@@ -28,7 +30,7 @@ def compare(scenario: Scenario, seeds: int = 3, tell: Callable[[str], object] = 
         ("colocated", scenario, "colocated", False),
         ("unchecked", scenario, "unchecked", False),
         ("constraint-preserving", scenario, "constraint-preserving", False),
-        ("constraint-preserving, paced", scenario, "constraint-preserving", True),
+        (PACED, scenario, "constraint-preserving", True),
     ]
     rows: list[dict[str, Any]] = []
     for policy, chosen, admission, pacing in runs:
@@ -62,4 +64,4 @@ _MEANS = ("staleness", "staleness_token_mean", "gap", "p99", "cycle_seconds", "t
 
 
 def _reduction(value: float, base: float) -> float:
-    return 1 - value / base if base else 0.0
+    return round(1 - value / base, 12) + 0.0 if base else 0.0  # + 0.0: not -0.0

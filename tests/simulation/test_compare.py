@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from knit_data.compare import compare
 from knit_data.errors import InvalidArgument
-from knit_data.scenario import PRESETS, Scenario, Source
-from knit_data.simulation import simulate
+from knit_data.simulation import PRESETS, Scenario, Source, compare, simulate
 
 SHORT = replace(PRESETS["mix3"], batches=4, warmup=1)
 
