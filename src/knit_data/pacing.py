@@ -74,7 +74,7 @@ class RolloutPacer:
         """
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout) or timeout < 0:
             raise InvalidArgument(f"timeout must be at least 0 seconds, found {timeout!r}.")
-        clock, pause = self.store.backend, _LOOK
+        clock, pause, seen = self.store.backend, _LOOK, None
         deadline = clock.now() + timeout
         while True:
             if any(self.store.exists(["finished.json", "sealing.json"])):
@@ -88,8 +88,8 @@ class RolloutPacer:
             if left <= 0:
                 raise WaitTimeout(f"nothing was launched for {timeout:g} s: {reason}")
             self.store.exists(["finished.json"], min(left, pause))
-            pause = min(2 * pause, _SLOWEST) if outlook == self._seen else _LOOK
-            self._seen = outlook
+            pause = min(2 * pause, _SLOWEST) if outlook == seen else _LOOK
+            seen = outlook
 
     def done(self, launch: Launch) -> None:
         """Its group was put, or will not be."""
@@ -107,8 +107,6 @@ class RolloutPacer:
     def in_flight(self) -> int:
         """Launched and unfinished groups of this launcher."""
         return sum(flight.landed is None for flight in self._flights.values())
-
-    _seen: Outlook | None = None
 
     def _decide(self, outlook: Outlook | None) -> tuple[Launch | None, str]:
         if outlook is None:
