@@ -15,6 +15,7 @@ from mini-batch to mini-batch, and the edge after the j-th carries, and bounds, 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from knit_data.laminar import Forest
@@ -198,6 +199,8 @@ class Flow:
     def fill(self, total: int) -> list[int]:
         """``total`` groups by key, at least ``short``: what minima need, then part of a way to fill all seats."""
         need = self.demand()
+        if sum(need) == total:
+            return need
         beyond = [n - d for n, d in zip(self._completion(need), need, strict=True)]
         return [d + n for d, n in zip(need, apportion(total - sum(need), beyond), strict=True)]
 
@@ -213,16 +216,24 @@ class Flow:
                     fits = twin.fits(key)
                     assert fits, "what minima need is part of a way to fill the batch"
                     twin.admit(key)
-        able = list(range(len(need)))
+
+        def behind(key: int) -> tuple[float, int]:
+            return -part[key] / (2 * given[key] + 1), key
+
+        able: list[tuple[float, int]] = []
         while twin.left:
-            key = max(able, key=lambda k: (part[k] / (2 * given[k] + 1), -k))
+            if not able:
+                able = sorted(map(behind, range(len(need))))
+            key = able[0][1]
             if not twin.fits(key):
-                able.remove(key)  # until the mini-batch is over: what fits only gets less
+                heapq.heappop(able)  # until the mini-batch is over: what fits only gets less
                 continue
             twin.admit(key)
             given[key] += 1
             if twin.admitted % self.span == 0:
-                able = list(range(len(need)))
+                able = []
+            else:
+                heapq.heapreplace(able, behind(key))
         return given
 
 

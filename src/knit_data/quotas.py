@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -204,11 +205,12 @@ class Quotas:
 
 def apportion(total: int, weights: Sequence[Fraction | int]) -> list[int]:
     """``total`` split in proportion, by largest remainder; the first of equals gets more. 10 by 2, 1, 1: 5, 3, 2."""
-    whole = sum(weights)
-    exact = [Fraction(total * w) / whole if whole else Fraction(0) for w in weights]
-    out = [int(x) for x in exact]
+    scale = math.lcm(*(w.denominator for w in weights))
+    parts = [int(w * scale) for w in weights]  # whole numbers compare much faster than fractions
+    whole = sum(parts) or 1
+    out = [total * part // whole for part in parts]
     rest = total - sum(out)
-    for i in sorted(range(len(out)), key=lambda i: out[i] - exact[i])[:rest]:
+    for i in sorted(range(len(out)), key=lambda i: -(total * parts[i] % whole))[:rest]:
         out[i] += 1
     return out
 
