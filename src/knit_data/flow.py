@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from knit_data.laminar import Forest
+from knit_data.laminar import Forest, Tree
 from knit_data.quotas import apportion
 
 
@@ -33,13 +33,13 @@ class Network:
         self.flow: list[int] = []
         self.at: list[list[tuple[int, int, int]]] = [[] for _ in range(nodes)]  # edge, direction, the node beyond
 
-    def add(self, tail: int, head: int, low: int, high: int) -> int:
+    def add(self, tail: int, head: int, low: int, high: int, flow: int = 0) -> int:
         edge = len(self.tail)
         self.tail.append(tail)
         self.head.append(head)
         self.low.append(low)
         self.high.append(high)
-        self.flow.append(0)
+        self.flow.append(flow)
         self.at[tail].append((edge, 1, head))
         self.at[head].append((edge, -1, tail))
         return edge
@@ -259,20 +259,44 @@ def windowed(forest: Forest, mini: int, window: int, counts: Sequence[int]) -> F
     minis, over = size // mini, max(-(-sum(counts) // mini), 1)
     bounds = [(forest.low[node], forest.high[node]) for node in forest.leaf]
     periods = range(over, minis + 1)  # the first stands for all until then
+    ceilings = [[(j * high + window * minis) // minis for _, high in bounds] for j in periods]
+    ceilings[-1] = [high for _, high in bounds]
+    paced = _paced(forest, counts, periods, mini, ceilings)
     net = Network(2 + len(periods) * (values + 1))
     entries: list[list[int]] = []
     for t, j in enumerate(periods):
-        node = 2 + t * (values + 1)
-        net.add(0, node, mini * (over if t == 0 else 1), mini * (over if t == 0 else 1))
-        entries.append([net.add(node, node + 1 + v, 0, size) for v in range(values)])
-        for v, (low, high) in enumerate(bounds):
-            if j == minis:
-                net.add(node + 1 + v, 1, low, high)
-            else:
-                least, most = -((window * minis - j * low) // minis), (j * high + window * minis) // minis
-                net.add(node + 1 + v, node + 1 + v + values + 1, max(least, 0), most)
-    total = net.add(1, 0, size, size)
+        node, begun = 2 + t * (values + 1), paced[t - 1] if t else [0] * values
+        amount = mini * (over if t == 0 else 1)
+        net.add(0, node, amount, amount, sum(paced[t]) - sum(begun))
+        entries.append([net.add(node, node + 1 + v, 0, size, paced[t][v] - begun[v]) for v in range(values)])
+        for v, (low, _) in enumerate(bounds):
+            least = low if j == minis else max(-((window * minis - j * low) // minis), 0)
+            onward = 1 if j == minis else node + 1 + v + values + 1
+            net.add(node + 1 + v, onward, least, ceilings[t][v], paced[t][v])
+    total = net.add(1, 0, size, size, sum(paced[-1]))
     return Flow(net, entries, mini, total, counts, _weights(forest, counts), [low for low, _ in bounds])
+
+
+def _paced(
+    forest: Forest, counts: Sequence[int], periods: Sequence[int], mini: int, ceilings: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Groups by period and key that are in until then, close to an even pace: from here few steps lead to a witness."""
+    tree, minis = Tree(forest, counts), periods[-1]
+    if not tree.feasible:
+        return [[0] * len(counts) for _ in periods]
+    left = tree.fill(forest.high[0] - sum(counts))
+    goal = [n + more for n, more in zip(counts, left, strict=True)]
+    now, out = [min(n, most) for n, most in zip(counts, ceilings[0], strict=True)], []
+    for j, most in zip(periods, ceilings, strict=True):
+        budget = mini * j - sum(now)
+        order = sorted(range(len(now)), key=lambda v: -(goal[v] * j % minis))  # largest remainder first
+        for even in ([g * j // minis for g in goal], [-(-g * j // minis) for g in goal], most):
+            for v in order:
+                more = max(0, min(even[v] - now[v], most[v] - now[v], budget))
+                now[v] += more
+                budget -= more
+        out.append(now[:])
+    return out
 
 
 def _weights(forest: Forest, counts: Sequence[int]) -> list[float]:
