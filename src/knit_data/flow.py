@@ -129,7 +129,9 @@ class Flow:
 
     def fits(self, key: int) -> bool:
         """Whether one more group of this key leaves a way to fill the batch; the witness then holds it."""
-        edge = self._entry(key, self.admitted)
+        return self._holds(self._entry(key, self.admitted))
+
+    def _holds(self, edge: int) -> bool:
         net = self.net
         if net.flow[edge] > self.inside[edge]:
             return True
@@ -137,6 +139,22 @@ class Flow:
 
     def admit(self, key: int) -> None:
         self._move(key, self._entry(key, self.admitted), 1)
+
+    def reserve(self, key: int) -> bool:
+        """Admit it, in a window in the latest period that has room: only ``admit`` goes from period to period."""
+        if self.minima is None:
+            fits = self.fits(key)
+            if fits:
+                self.admit(key)
+            return fits
+        now = self._entry(key, self.admitted)
+        for period in reversed(self.entries):
+            if self._holds(period[key]):
+                self._keep(period[key], 1)
+                return True
+            if period[key] == now:
+                break
+        return False
 
     def release(self, key: int) -> None:
         self._move(key, self._entry(key, self.admitted - 1), -1)
@@ -148,10 +166,13 @@ class Flow:
         return self.admitted > self.before and self.inside[self._entry(key, self.admitted - 1)] > 0
 
     def _move(self, key: int, edge: int, by: int) -> None:
-        self.inside[edge] += by
-        self.net.low[edge] = max(self.base[edge], self.inside[edge])
+        self._keep(edge, by)
         self.counts[key] += by
         self.admitted += by
+
+    def _keep(self, edge: int, by: int) -> None:
+        self.inside[edge] += by
+        self.net.low[edge] = max(self.base[edge], self.inside[edge])
 
     # -- what is short ----------------------------------------------------------------------------------------------
 
