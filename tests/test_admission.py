@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from makers import completable, group, rows
+from mixtures import (
+    SMALL,
+    Counts,
+    crossed_specs,
+    free_specs,
+    mixed_specs,
+    more,
+    nested_specs,
+    window_specs,
+)
+from mixtures import (
+    Spec as Mixture,
+)
 
 from knit_data.admission import Admission, Sizes, deal, mini_batch
 from knit_data.errors import InvalidArgument
 from knit_data.groups import Group
 from knit_data.infos import InfoTable
 from knit_data.ledger import Progress
-from knit_data.quotas import Bounds, Quotas
+from knit_data.quotas import Bounds, Combination, Quotas
+from knit_data.seats import QuotaSeats
 from knit_data.staleness import Staleness
 
 NAMES = ("a", "b", "c")
@@ -228,6 +243,205 @@ def test_an_older_group_that_comes_late_goes_first() -> None:
     made.offer(Group("older", table_of("older", 1, 0), (), 2, 1))
     assert [g.name for g in made.choose() or []] == ["older", "old"]
     assert made.seats.left == 4 and len(made.waiting) == 3
+
+
+# -- several attributes, a support, windows ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """All that admission looks at."""
+
+    key: int
+    order: tuple[int, ...]
+    combination: Combination
+    version: int = 0
+
+
+@dataclass
+class Enumerated:
+    """Every set of waiting groups is tried, oldest first, against all ways there are to fill the train batch."""
+
+    mixture: Mixture
+    alive: set[Counts]
+    counts: Counts
+    pool: list[Waiting] = field(default_factory=list)
+
+    def after(self, some: Sequence[Combination]) -> Counts:
+        return tuple(n + some.count(key) for n, key in zip(self.counts, self.mixture.keys, strict=True))
+
+    def choose(self, held: Sequence[Combination] = ()) -> list[Waiting] | None:
+        """The oldest of the sets that keep the batch possible, with seats for ``held`` in it."""
+        rest = sorted(self.pool, key=lambda g: g.order)
+        for chosen in combinations(rest, self.mixture.mini or 1):
+            after = self.after([g.combination for g in chosen])
+            if after in self.alive and self.takes(after, held):
+                return list(chosen)
+        return None
+
+    def takes(self, counts: Counts, held: Sequence[Combination]) -> bool:
+        """Whether some full train batch beyond these counts has the held ones, too."""
+        wanted = tuple(n + held.count(key) for n, key in zip(counts, self.mixture.keys, strict=True))
+        full = (c for c in self.reach(counts) if sum(c) == self.mixture.size)
+        return any(all(a >= b for a, b in zip(c, wanted, strict=True)) for c in full)
+
+    def reach(self, counts: Counts) -> set[Counts]:
+        out, layer = {counts}, {counts}
+        while layer:
+            layer = {c for less in layer for i in range(len(less)) if (c := more(less, i)) in self.alive}
+            out |= layer
+        return out
+
+    def commit(self, chosen: Sequence[Waiting]) -> None:
+        self.counts = self.after([g.combination for g in chosen])
+        assert self.counts in self.alive, "the batch can still be completed"
+        for g in chosen:
+            self.pool.remove(g)
+        if sum(self.counts) == self.mixture.size:
+            for term, (low, high) in self.mixture.terms().items():
+                assert low <= self.mixture.of(term, self.counts) <= high, "a full train batch meets every quota"
+            self.counts = (0,) * len(self.counts)
+
+
+@st.composite
+def in_mini_batches(draw: st.DrawFn, specs: st.SearchStrategy[Mixture]) -> Mixture:
+    mixture = draw(specs)
+    minis = [n for n in (1, 2, 3) if mixture.size % n == 0]
+    return replace(mixture, mini=mixture.mini or draw(st.sampled_from(minis)))
+
+
+@st.composite
+def coming(draw: st.DrawFn, mixture: Mixture, count: int) -> list[Waiting]:
+    seats = draw(st.lists(st.sampled_from(mixture.keys), max_size=count))
+    places = draw(st.permutations(range(len(seats))))
+    ages = draw(st.lists(st.integers(0, 2), min_size=len(seats), max_size=len(seats)))
+    return [Waiting(i, (ages[i], at), c) for i, (at, c) in enumerate(zip(places, seats, strict=True))]
+
+
+def both(mixture: Mixture) -> tuple[Admission[Waiting], Enumerated]:
+    alive, zero = mixture.alive(), (0,) * len(mixture.keys)
+    assume(zero in alive)
+    made: Admission[Waiting] = Admission(Sizes(mixture.size, mixture.mini or 1), mixture.quotas(), None)
+    return made, Enumerated(mixture, alive, zero)
+
+
+STRUCTURES = pytest.mark.parametrize("specs", [free_specs, nested_specs, crossed_specs, mixed_specs, window_specs])
+
+
+@STRUCTURES
+@settings(SMALL, max_examples=150)
+@given(data=st.data())
+def test_a_mixture_admits_the_oldest_set_that_keeps_every_quota_possible(specs: Any, data: st.DataObject) -> None:
+    """Any interleaving of arrivals and admissions. A window holds after each mini-batch: beyond it nothing is alive."""
+    made, reference = both(data.draw(in_mini_batches(specs())))
+    for g in data.draw(coming(reference.mixture, 9)):
+        made.offer(g)
+        reference.pool.append(g)
+        while data.draw(st.booleans()) or len(reference.pool) == 8:
+            chosen = made.choose()
+            assert chosen == reference.choose()
+            if chosen is None:
+                break
+            made.commit(chosen)
+            reference.commit(chosen)
+        assert list(made.waiting.values()) == reference.pool
+
+
+@STRUCTURES
+@settings(SMALL, max_examples=60)
+@given(data=st.data())
+def test_a_mixture_fills_from_what_its_demand_asks_for(specs: Any, data: st.DataObject) -> None:
+    """Whatever came first: when all comes that the train batch asks for, there is a mini-batch; and what minima
+    reserve is part of a way to fill the batch."""
+    made, reference = both(data.draw(in_mini_batches(specs())))
+    for g in data.draw(coming(reference.mixture, 6)):
+        made.offer(g)
+        reference.pool.append(g)
+        if made.progress.train_batch == 0 and (chosen := made.choose()):
+            made.commit(chosen)
+            reference.commit(chosen)
+    if made.progress.train_batch:
+        return
+    short, _ = made.needs()
+    if reference.mixture.window is None:
+        assert reference.takes(reference.counts, [c for c, n in short.items() for _ in range(n)])
+    count = 100
+    while made.progress.train_batch == 0:
+        if (chosen := made.choose()) is None:
+            for c, n in made.needs()[1].items():
+                for _ in range(n):
+                    reference.pool.append(Waiting(count, (9, count), c))
+                    made.offer(reference.pool[-1])
+                    count += 1
+            chosen = made.choose()
+            assert chosen is not None, "what was asked for came"
+        made.commit(chosen)
+        reference.commit(chosen)
+
+
+@STRUCTURES
+@settings(SMALL, max_examples=100)
+@given(data=st.data())
+def test_a_mixture_keeps_seats_for_what_is_held(specs: Any, data: st.DataObject) -> None:
+    """Where quotas have room for all that is held beside a mini-batch, it gets its seats."""
+    made, reference = both(data.draw(in_mini_batches(specs())))
+    held = data.draw(st.lists(st.sampled_from(reference.mixture.keys), max_size=3))
+    for g in data.draw(coming(reference.mixture, 7)):
+        made.offer(g)
+        reference.pool.append(g)
+        possible = reference.takes(reference.counts, held)
+        chosen = made.choose(Counter(held))
+        if chosen is not None:
+            after = reference.after([g.combination for g in chosen])
+            assert after in reference.alive
+            if possible and reference.mixture.window is None:
+                assert reference.takes(after, held)
+        if possible and reference.mixture.window is None:
+            assert chosen == reference.choose(held)
+        assert made.choose() == reference.choose(), "nothing of it stays"
+        if chosen is not None:
+            made.commit(chosen)
+            reference.commit(chosen)
+
+
+def test_held_seats_do_not_move_the_mini_batch_that_a_window_looks_at() -> None:
+    """Held groups come later; the window is that of the mini-batch which is chosen now."""
+    quotas = Quotas({"s": {"a": 4, "b": 4}}, mini_window=0)
+    made: Admission[Waiting] = Admission(Sizes(8, 4), quotas, None)
+    for i, value in enumerate("aabb"):
+        made.offer(Waiting(i, (i,), (value,)))
+    chosen = made.choose({("a",): 2})
+    assert chosen is not None and [g.combination[0] for g in chosen] == ["a", "a", "b", "b"]
+    made.commit(chosen)
+    for i, value in enumerate("aabb", 4):
+        made.offer(Waiting(i, (i,), (value,)))
+    assert made.choose({("a",): 2}) is None, "the last mini-batch waits for them"
+    assert made.choose() is not None
+
+
+def test_a_search_that_gives_up_goes_on_with_the_next_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve values of each of two attributes once each: the oldest groups take rows and columns of each other's."""
+    n = 12
+    names = [f"{i:02}" for i in range(n)]
+    quotas = Quotas({"row": dict.fromkeys(names, 1), "column": dict.fromkeys(names, 1)})
+    made: Admission[Waiting] = Admission(Sizes(n, n), quotas, None)
+    for i in range(n - 1):
+        for j in range(n - 1):  # the last row and the last column are missing
+            made.offer(Waiting(i * n + j, (i, j), (names[i], names[j])))
+    looks = 0
+    admissible = QuotaSeats.admissible
+
+    def counted(seats: QuotaSeats, combination: Combination) -> bool:
+        nonlocal looks
+        looks += 1
+        return admissible(seats, combination)
+
+    monkeypatch.setattr(QuotaSeats, "admissible", counted)
+    assert made.choose() is None and looks > 500
+    given_up, looks = looks, 0
+    assert made.choose() is None and looks == 0, "nothing has changed"
+    made.offer(Waiting(n * n, (n,), (names[-1], names[-1])))
+    assert made.choose() is not None and looks < given_up
 
 
 # -- staleness ---------------------------------------------------------------------------------------------------------

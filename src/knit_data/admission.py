@@ -169,9 +169,8 @@ class Admission(Generic[C]):
             return None
         seats = self.seats.copy()
         for combination, count in (held or {}).items():
-            for _ in range(count):
-                if seats.admissible(combination):
-                    seats.admit(combination)
+            for _ in range(min(count, seats.left)):
+                seats.reserve(combination)
         chosen = self._oldest_that_fit(seats.copy())
         if chosen is None and not seats.greedy:
             chosen = self._search(seats)

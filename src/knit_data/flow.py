@@ -15,9 +15,10 @@ from mini-batch to mini-batch, and the edge after the j-th carries, and bounds, 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
-from knit_data.laminar import Forest
+from knit_data.laminar import Forest, Tree
 from knit_data.quotas import apportion
 
 
@@ -32,13 +33,13 @@ class Network:
         self.flow: list[int] = []
         self.at: list[list[tuple[int, int, int]]] = [[] for _ in range(nodes)]  # edge, direction, the node beyond
 
-    def add(self, tail: int, head: int, low: int, high: int) -> int:
+    def add(self, tail: int, head: int, low: int, high: int, flow: int = 0) -> int:
         edge = len(self.tail)
         self.tail.append(tail)
         self.head.append(head)
         self.low.append(low)
         self.high.append(high)
-        self.flow.append(0)
+        self.flow.append(flow)
         self.at[tail].append((edge, 1, head))
         self.at[head].append((edge, -1, tail))
         return edge
@@ -128,7 +129,9 @@ class Flow:
 
     def fits(self, key: int) -> bool:
         """Whether one more group of this key leaves a way to fill the batch; the witness then holds it."""
-        edge = self._entry(key, self.admitted)
+        return self._holds(self._entry(key, self.admitted))
+
+    def _holds(self, edge: int) -> bool:
         net = self.net
         if net.flow[edge] > self.inside[edge]:
             return True
@@ -136,6 +139,22 @@ class Flow:
 
     def admit(self, key: int) -> None:
         self._move(key, self._entry(key, self.admitted), 1)
+
+    def reserve(self, key: int) -> bool:
+        """Admit it, in a window in the latest period that has room: only ``admit`` goes from period to period."""
+        if self.minima is None:
+            fits = self.fits(key)
+            if fits:
+                self.admit(key)
+            return fits
+        now = self._entry(key, self.admitted)
+        for period in reversed(self.entries):
+            if self._holds(period[key]):
+                self._keep(period[key], 1)
+                return True
+            if period[key] == now:
+                break
+        return False
 
     def release(self, key: int) -> None:
         self._move(key, self._entry(key, self.admitted - 1), -1)
@@ -147,10 +166,13 @@ class Flow:
         return self.admitted > self.before and self.inside[self._entry(key, self.admitted - 1)] > 0
 
     def _move(self, key: int, edge: int, by: int) -> None:
-        self.inside[edge] += by
-        self.net.low[edge] = max(self.base[edge], self.inside[edge])
+        self._keep(edge, by)
         self.counts[key] += by
         self.admitted += by
+
+    def _keep(self, edge: int, by: int) -> None:
+        self.inside[edge] += by
+        self.net.low[edge] = max(self.base[edge], self.inside[edge])
 
     # -- what is short ----------------------------------------------------------------------------------------------
 
@@ -198,6 +220,8 @@ class Flow:
     def fill(self, total: int) -> list[int]:
         """``total`` groups by key, at least ``short``: what minima need, then part of a way to fill all seats."""
         need = self.demand()
+        if sum(need) == total:
+            return need
         beyond = [n - d for n, d in zip(self._completion(need), need, strict=True)]
         return [d + n for d, n in zip(need, apportion(total - sum(need), beyond), strict=True)]
 
@@ -213,16 +237,24 @@ class Flow:
                     fits = twin.fits(key)
                     assert fits, "what minima need is part of a way to fill the batch"
                     twin.admit(key)
-        able = list(range(len(need)))
+
+        def behind(key: int) -> tuple[float, int]:
+            return -part[key] / (2 * given[key] + 1), key
+
+        able: list[tuple[float, int]] = []
         while twin.left:
-            key = max(able, key=lambda k: (part[k] / (2 * given[k] + 1), -k))
+            if not able:
+                able = sorted(map(behind, range(len(need))))
+            key = able[0][1]
             if not twin.fits(key):
-                able.remove(key)  # until the mini-batch is over: what fits only gets less
+                heapq.heappop(able)  # until the mini-batch is over: what fits only gets less
                 continue
             twin.admit(key)
             given[key] += 1
             if twin.admitted % self.span == 0:
-                able = list(range(len(need)))
+                able = []
+            else:
+                heapq.heapreplace(able, behind(key))
         return given
 
 
@@ -248,20 +280,44 @@ def windowed(forest: Forest, mini: int, window: int, counts: Sequence[int]) -> F
     minis, over = size // mini, max(-(-sum(counts) // mini), 1)
     bounds = [(forest.low[node], forest.high[node]) for node in forest.leaf]
     periods = range(over, minis + 1)  # the first stands for all until then
+    ceilings = [[(j * high + window * minis) // minis for _, high in bounds] for j in periods]
+    ceilings[-1] = [high for _, high in bounds]
+    paced = _paced(forest, counts, periods, mini, ceilings)
     net = Network(2 + len(periods) * (values + 1))
     entries: list[list[int]] = []
     for t, j in enumerate(periods):
-        node = 2 + t * (values + 1)
-        net.add(0, node, mini * (over if t == 0 else 1), mini * (over if t == 0 else 1))
-        entries.append([net.add(node, node + 1 + v, 0, size) for v in range(values)])
-        for v, (low, high) in enumerate(bounds):
-            if j == minis:
-                net.add(node + 1 + v, 1, low, high)
-            else:
-                least, most = -((window * minis - j * low) // minis), (j * high + window * minis) // minis
-                net.add(node + 1 + v, node + 1 + v + values + 1, max(least, 0), most)
-    total = net.add(1, 0, size, size)
+        node, begun = 2 + t * (values + 1), paced[t - 1] if t else [0] * values
+        amount = mini * (over if t == 0 else 1)
+        net.add(0, node, amount, amount, sum(paced[t]) - sum(begun))
+        entries.append([net.add(node, node + 1 + v, 0, size, paced[t][v] - begun[v]) for v in range(values)])
+        for v, (low, _) in enumerate(bounds):
+            least = low if j == minis else max(-((window * minis - j * low) // minis), 0)
+            onward = 1 if j == minis else node + 1 + v + values + 1
+            net.add(node + 1 + v, onward, least, ceilings[t][v], paced[t][v])
+    total = net.add(1, 0, size, size, sum(paced[-1]))
     return Flow(net, entries, mini, total, counts, _weights(forest, counts), [low for low, _ in bounds])
+
+
+def _paced(
+    forest: Forest, counts: Sequence[int], periods: Sequence[int], mini: int, ceilings: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Groups by period and key that are in until then, close to an even pace: from here few steps lead to a witness."""
+    tree, minis = Tree(forest, counts), periods[-1]
+    if not tree.feasible:
+        return [[0] * len(counts) for _ in periods]
+    left = tree.fill(forest.high[0] - sum(counts))
+    goal = [n + more for n, more in zip(counts, left, strict=True)]
+    now, out = [min(n, most) for n, most in zip(counts, ceilings[0], strict=True)], []
+    for j, most in zip(periods, ceilings, strict=True):
+        budget = mini * j - sum(now)
+        order = sorted(range(len(now)), key=lambda v: -(goal[v] * j % minis))  # largest remainder first
+        for even in ([g * j // minis for g in goal], [-(-g * j // minis) for g in goal], most):
+            for v in order:
+                more = max(0, min(even[v] - now[v], most[v] - now[v], budget))
+                now[v] += more
+                budget -= more
+        out.append(now[:])
+    return out
 
 
 def _weights(forest: Forest, counts: Sequence[int]) -> list[float]:

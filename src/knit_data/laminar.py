@@ -122,6 +122,12 @@ class Tree:
     def admit(self, key: int) -> None:
         self._move(key, 1)
 
+    def reserve(self, key: int) -> bool:
+        if not self.fits(key):
+            return False
+        self.admit(key)
+        return True
+
     def can_release(self, key: int) -> bool:
         return self.count[self.forest.leaf[key]] > 0
 

@@ -12,6 +12,7 @@ The decisions are ``launching``'s; this file reads what the trainer published, a
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import uuid
 from collections import Counter
@@ -74,7 +75,7 @@ class RolloutPacer:
         """
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout) or timeout < 0:
             raise InvalidArgument(f"timeout must be at least 0 seconds, found {timeout!r}.")
-        clock, pause, seen = self.store.backend, _LOOK, None
+        timeout, clock, pause, seen = min(timeout, sys.float_info.max), self.store.backend, _LOOK, None
         deadline = clock.now() + timeout
         while True:
             if any(self.store.exists(["finished.json", "sealing.json"])):

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -129,6 +130,7 @@ class Quotas:
 
     def resolved(self, train_batch_size: int) -> dict[str, dict[str, Bounds]]:
         """Counts by attribute and value, for a train batch of this many groups."""
+        _positive(train_batch_size)
         out = {}
         for attribute, values in self._wanted.items():
             shares = [wanted.share for wanted in values.values()]
@@ -147,6 +149,7 @@ class Quotas:
 
     def cells(self, train_batch_size: int) -> dict[Combination, Bounds]:
         """Counts by combination, for those that ``support`` bounds."""
+        _positive(train_batch_size)
         return {
             c: wanted.resolve(f"support[{c!r}]", train_batch_size)
             for c, wanted in (self._support or {}).items()
@@ -154,11 +157,13 @@ class Quotas:
         }
 
     def to_json(self, train_batch_size: int) -> dict[str, Any]:
-        """The same for equal terms, however they were written: {"source=math": "exactly 4"}."""
+        """The same for equal terms, however they were written: {"attributes": [["source", {"math": "exactly 4"}]]}.
+        Attributes stand in their order, which is that of the values in a combination."""
         out: dict[str, Any] = {
-            f"{attribute}={value}": str(replace(bound, note=""))
-            for attribute, values in self.resolved(train_batch_size).items()
-            for value, bound in values.items()
+            "attributes": [
+                [attribute, {value: str(replace(bound, note="")) for value, bound in values.items()}]
+                for attribute, values in self.resolved(train_batch_size).items()
+            ]
         }
         if self._support is not None:
             cells = self.cells(train_batch_size)
@@ -176,7 +181,7 @@ class Quotas:
             raise InvalidArgument(f"support must list the combinations that can occur as tuples, found {support!r}.")
         names, out = self.attributes, dict[Combination, Wanted | None]()
         for c in support:
-            if not isinstance(c, tuple) or len(c) != len(names):
+            if not isinstance(c, tuple) or len(c) != len(names) or not all(isinstance(value, str) for value in c):
                 raise InvalidArgument(
                     f"support lists {c!r}: give a tuple with one value for each attribute, ({', '.join(names)})."
                 )
@@ -204,11 +209,12 @@ class Quotas:
 
 def apportion(total: int, weights: Sequence[Fraction | int]) -> list[int]:
     """``total`` split in proportion, by largest remainder; the first of equals gets more. 10 by 2, 1, 1: 5, 3, 2."""
-    whole = sum(weights)
-    exact = [Fraction(total * w) / whole if whole else Fraction(0) for w in weights]
-    out = [int(x) for x in exact]
+    scale = math.lcm(*(w.denominator for w in weights))
+    parts = [int(w * scale) for w in weights]  # whole numbers compare much faster than fractions
+    whole = sum(parts) or 1
+    out = [total * part // whole for part in parts]
     rest = total - sum(out)
-    for i in sorted(range(len(out)), key=lambda i: out[i] - exact[i])[:rest]:
+    for i in sorted(range(len(out)), key=lambda i: -(total * parts[i] % whole))[:rest]:
         out[i] += 1
     return out
 
@@ -259,6 +265,11 @@ def _amount(what: str, n: Any) -> float:
         f"{what}: give a count of groups (an int >= 0) or a share of the train batch (a float above 0, up to 1.0), not "
         f"{n!r}; ranges are (low, high) tuples, kd.at_least(n) and kd.at_most(n)."
     )
+
+
+def _positive(size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InvalidArgument(f"train_batch_size must be an int of at least 1, found {size!r}.")
 
 
 def _ordered(what: str, low: float, high: float | None) -> None:

@@ -83,7 +83,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self.stream, self.timeout, self.seed = stream, timeout, seed
         self.sizes = Sizes(train_batch_size, mini_batch_size, epochs)
         self.group_size = group_size
-        self.quotas = quotas if isinstance(quotas, Quotas) else Quotas(quotas or {})
+        self.quotas = quotas if isinstance(quotas, Quotas) else Quotas(quotas)
         self.staleness = (
             max_staleness if isinstance(max_staleness, Staleness) or max_staleness is None else Staleness(max_staleness)
         )

@@ -118,6 +118,17 @@ class QuotaSeats:
         self.counts[combination] = self.counts.get(combination, 0) + 1
         self.left -= 1
 
+    def reserve(self, combination: Combination) -> bool:
+        """Keep a seat for a group that comes later, if quotas allow it; in a window, one of the latest mini-batch that
+        has room, so that the open one stays as it is. Not to be released."""
+        parts = [part.copy() for part in self._parts]
+        if not self.left or not all(p.reserve(key) for p, key in zip(parts, self._place(combination), strict=True)):
+            return False
+        self._parts = parts
+        self.counts[combination] = self.counts.get(combination, 0) + 1
+        self.left -= 1
+        return True
+
     def release(self, combination: Combination) -> None:
         """Undo an admission; with a window, one of the latest mini-batch."""
         places = list(zip(self._parts, self._place(combination), strict=True))

@@ -74,9 +74,11 @@ def simulate(
         raise InvalidArgument(f"admission must be one of {ADMISSIONS}, found {admission!r}.")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InvalidArgument(f"seed must be an int of at least 0, found {seed!r}.")
+    if not isinstance(pacing, bool):
+        raise InvalidArgument(f"pacing must be True or False, found {pacing!r}.")
     if pacing and admission in ("colocated", "unchecked"):
         raise InvalidArgument(f"{admission} admission has no demand that pacing could follow; leave pacing False.")
-    run = _Run(scenario, admission, bool(pacing), seed)
+    run = _Run(scenario, admission, pacing, seed)
     run.go()
     return run.report()
 

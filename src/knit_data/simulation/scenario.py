@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
@@ -45,7 +46,7 @@ class Source:
     fail: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
+        if not _count(self.groups) or self.groups < 1:
             raise InvalidArgument(f"Source groups must be an int of at least 1, found {self.groups!r}.")
         if (self.seconds is None) == (self.quantiles is None):
             raise InvalidArgument("Source takes seconds (with sigma) or quantiles: give one of them.")
@@ -54,11 +55,15 @@ class Source:
         if not (_number(self.sigma) and 0 <= self.sigma <= 4):
             raise InvalidArgument(f"Source sigma must be between 0 and 4, found {self.sigma!r}.")
         if self.quantiles is not None:
-            pairs = [tuple(pair) for pair in self.quantiles]
-            flat = [x for pair in pairs for x in pair]
-            rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(pairs))
-            if len(pairs) < 2 or not all(len(p) == 2 for p in pairs) or not all(map(_number, flat)) or not rising:
-                raise InvalidArgument(f"Source quantiles must be rising (probability, seconds) pairs, found {pairs}.")
+            said = f"Source quantiles must be rising (probability, seconds) pairs, found {self.quantiles!r}."
+            try:
+                pairs = [(at, seconds) for at, seconds in self.quantiles]
+            except (TypeError, ValueError):
+                raise InvalidArgument(said) from None
+            if len(pairs) < 2 or not all(_number(x) for pair in pairs for x in pair):
+                raise InvalidArgument(said)
+            if not all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(pairs)):
+                raise InvalidArgument(said)
             if pairs[0][0] < 0 or pairs[-1][0] > 1 or pairs[0][1] <= 0:
                 raise InvalidArgument(f"Source quantiles: probabilities in 0..1 and seconds above 0, found {pairs}.")
             object.__setattr__(self, "quantiles", tuple(pairs))
@@ -135,6 +140,8 @@ class Scenario:
         for name in ("slack", "launch_ahead", "warmup"):
             if not _count(getattr(self, name)):
                 raise InvalidArgument(f"Scenario {name} must be an int of at least 0, found {getattr(self, name)!r}.")
+        if not isinstance(self.name, str):
+            raise InvalidArgument(f"Scenario name must be a string, found {self.name!r}.")
         if self.max_staleness is not None and not _count(self.max_staleness):
             raise InvalidArgument(f"Scenario max_staleness must be None or an int >= 0, found {self.max_staleness!r}.")
         if not (_number(self.rho) and self.rho > 0):
@@ -212,11 +219,11 @@ class Scenario:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return _number(value) and isinstance(value, int) and value >= 0
 
 
 def _laws(*laws: tuple[str, int, float, float]) -> dict[str, Source]:
