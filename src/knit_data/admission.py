@@ -28,6 +28,7 @@ from knit_data.quotas import Combination, Quotas
 from knit_data.seats import QuotaSeats
 from knit_data.staleness import Clock, Staleness
 
+_MOST = 1 << 20  # groups of a train batch
 _STEPS = 256  # looks before a search is given up: a millisecond or two
 
 
@@ -45,6 +46,10 @@ class Sizes:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 label = name if name == "epochs" else f"{name}_size"
                 raise InvalidArgument(f"{label} must be an int of at least 1, found {value!r}.")
+        if self.train_batch > _MOST:
+            raise InvalidArgument(
+                f"train_batch_size={self.train_batch}: seats are given group by group, to {_MOST} of them at most."
+            )
         if self.train_batch % self.mini_batch:
             raise InvalidArgument(
                 f"train_batch_size={self.train_batch} groups cannot be cut into mini-batches of "

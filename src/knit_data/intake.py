@@ -67,10 +67,10 @@ class Intake:
             if len(rows) < len(table):
                 table = table.take(rows)
             table = self._cut(table)
-            if self.terms.group_size != 1:
-                units = [table] if len(table) else []
+            if self.terms.group_size == 1 and len(table) > 1:
+                units = [table.take(np.array([i])) for i in range(len(table))]
             else:
-                units = [table.take(np.array([i])) for i in range(len(table))] if len(table) > 1 else [table]
+                units = [table] if len(table) else []
             for unit in units:
                 self._offer(unit, now)
 

@@ -11,7 +11,6 @@ The decisions are ``launching``'s; this file reads what the trainer published, a
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import uuid
@@ -73,7 +72,7 @@ class RolloutPacer:
 
         Raises WaitTimeout, which says why it held back, after ``timeout`` seconds.
         """
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout) or timeout < 0:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise InvalidArgument(f"timeout must be at least 0 seconds, found {timeout!r}.")
         timeout, clock, pause, seen = min(timeout, sys.float_info.max), self.store.backend, _LOOK, None
         deadline = clock.now() + timeout
