@@ -437,7 +437,7 @@ def test_a_search_that_gives_up_goes_on_with_the_next_arrival(monkeypatch: pytes
         return admissible(seats, combination)
 
     monkeypatch.setattr(QuotaSeats, "admissible", counted)
-    assert made.choose() is None and looks > 500
+    assert made.choose() is None and looks > 256
     given_up, looks = looks, 0
     assert made.choose() is None and looks == 0, "nothing has changed"
     made.offer(Waiting(n * n, (n,), (names[-1], names[-1])))

@@ -15,8 +15,8 @@ MAX_LINES = 400
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "infos", "errors"),
     (
-        *("quotas", "laminar", "flow", "structure", "seats", "staleness", "policy", "groups", "ledger"),
-        *("admission", "explain", "launching", "planning", "ops"),
+        *("quotas", "seats", "staleness", "policy", "groups", "ledger", "admission"),
+        *("explain", "launching", "planning", "ops"),
     ),
     ("store",),
     ("stream", "truncate", "intake", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),

@@ -18,9 +18,9 @@ from itertools import combinations, pairwise
 from typing import Protocol
 
 from knit_data.errors import InvalidArgument
-from knit_data.flow import crossing, windowed
-from knit_data.laminar import Forest, Level, Tree
 from knit_data.quotas import Combination, Quotas
+from knit_data.seats.flow import crossing, windowed
+from knit_data.seats.laminar import Forest, Level, Tree
 
 Term = tuple[int, Combination]  # a level and one of its cells
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from knit_data.laminar import Forest, Tree
 from knit_data.quotas import apportion
+from knit_data.seats.laminar import Forest, Tree
 
 
 class Network:

@@ -32,7 +32,7 @@ from knit_data import seats as seats_module
 from knit_data.errors import InvalidArgument
 from knit_data.quotas import Bounds, Combination, Quotas
 from knit_data.seats import Line, QuotaSeats
-from knit_data.structure import blocks_of
+from knit_data.seats.structure import blocks_of
 
 # -- the seats are exact ----------------------------------------------------------------------------------------------
 

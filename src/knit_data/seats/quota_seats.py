@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from knit_data.errors import InvalidArgument
 from knit_data.quotas import Bounds, Combination, Quotas
-from knit_data.structure import Block, Part, Term, blocks_of
+from knit_data.seats.structure import Block, Part, Term, blocks_of
 
 
 @dataclass(frozen=True)
