@@ -17,8 +17,9 @@ from makers import fill, group, groups_of, memory, rest_of, rows, sampler, traje
 
 import knit_data as kd
 from knit_data.errors import CorruptData, StateError
+from knit_data.flights import Flights
 from knit_data.groups import EXTRAS, Dropped
-from knit_data.intake import Flights, Intake
+from knit_data.intake import Intake
 from knit_data.sampler import Admitted
 from knit_data.store.memory import ManualClock
 from knit_data.store.store import InFlight

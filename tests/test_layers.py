@@ -16,10 +16,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "infos", "errors"),
     (
         *("quotas", "seats", "staleness", "policy", "groups", "ledger", "admission"),
-        *("explain", "launching", "planning", "ops"),
+        *("explain", "demand", "launching", "planning", "ops"),
     ),
     ("store",),
-    ("stream", "truncate", "intake", "sampler", "exchange", "share", "arena", "batch", "collate", "prefetch"),
+    (
+        *("stream", "truncate", "flights", "intake", "sampler"),
+        *("exchange", "share", "arena", "batch", "collate", "prefetch"),
+    ),
     ("encoder", "minibatch", "loader", "pacing", "simulation"),
     ("integrations", "__main__"),
 )

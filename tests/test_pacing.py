@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
 from makers import group, memory, sampler
 
 import knit_data as kd
-from knit_data.launching import Outlook
+from knit_data.admission import Admission, Sizes
+from knit_data.demand import Outlook, Pace, outlook_of
+from knit_data.launching import Launching
 from knit_data.store.memory import Fault, ManualClock, MemoryBackend
 from knit_data.store.store import InFlight
 
@@ -49,23 +53,113 @@ def test_what_the_open_train_batch_needs_is_launched_and_no_more_without_a_reaso
         assert launch is not None
         pacer.done(launch)
     assert pacer.in_flight == 0
-    with pytest.raises(kd.WaitTimeout, match=r"nothing was launched for 5 s: the trainer has enough for train batch 0"):
-        pacer.next(5.0)
+    with pytest.raises(kd.WaitTimeout, match=r"nothing was launched for 4 s: the trainer has enough for train batch 0"):
+        pacer.next(4.0)
     store.publish_demand(outlook(waiting={A: 4, B: 4}, steps_left=1, starving=True))
     assert pacer.next(0.0) is not None, "nothing is held back while the trainer starves"
 
 
-def test_a_done_group_counts_until_the_trainer_has_counted_it() -> None:
-    store = memory(ManualClock())
+def test_a_done_group_counts_until_the_trainer_has_seen_it() -> None:
+    clock = ManualClock()
+    store = memory(clock)
     store.publish_demand(outlook(seats={A: 1}, mix={A: 8}))
     pacer = kd.RolloutPacer(store)
     launch = pacer.next(0.0)
     assert launch is not None
     pacer.done(launch)
+    for changed in ({}, {"pace": 11.0}, {"steps_left": 3}):  # it looked at other things
+        store.publish_demand(outlook(seats={A: 1}, mix={A: 8}, **changed))
+        with pytest.raises(kd.WaitTimeout):
+            pacer.next(0.0)
+    store.publish_demand(outlook(seats={A: 1}, mix={A: 8}, seen=1))  # and dropped it, or it would be waiting
+    assert pacer.next(0.0) is not None
+
+
+def test_each_done_group_is_seen_for_itself() -> None:
+    store = memory(ManualClock())
+    store.publish_demand(outlook(seats={A: 2}, mix={A: 8}))
+    pacer = kd.RolloutPacer(store)
+    for launch in [pacer.next(0.0), pacer.next(0.0)]:
+        assert launch is not None
+        pacer.done(launch)
+    store.publish_demand(outlook(seats={A: 2}, mix={A: 8}, seen=1))
+    assert pacer.next(0.0) is not None
     with pytest.raises(kd.WaitTimeout):
         pacer.next(0.0)
-    store.publish_demand(outlook(seats={A: 1}, mix={A: 8}, steps_left=3))  # it looked: the group was dropped
-    assert pacer.next(0.0) is not None
+
+
+def test_a_launch_that_comes_to_nothing_is_replaced() -> None:
+    """Nothing that the trainer publishes changes by it."""
+    clock = ManualClock()
+    store = memory(clock)
+    store.publish_demand(outlook(seats={A: 1}, mix={A: 1}, starving=True, limit=0))
+    pacer = kd.RolloutPacer(store)
+    launch = pacer.next(0.0)
+    assert launch is not None
+    pacer.done(launch)
+    assert pacer.next(10.0) is not None and clock.now() < 6
+
+
+def test_a_launcher_that_ends_or_dies_has_nothing_in_flight() -> None:
+    clock = ManualClock()
+    store = memory(clock)
+    store.publish_demand(outlook(seats={A: 2}, mix={A: 2}))
+    with kd.RolloutPacer(store, share=(0, 2)) as first:
+        launch = first.next(0.0)
+        assert launch is not None and len(store.in_flight() or ()) == 1
+    assert store.in_flight() == []
+    first.done(launch)  # a thread that comes late
+    with pytest.raises(kd.UsageError, match="the pacer is closed"):
+        first.next(0.0)
+    dead = kd.RolloutPacer(store, share=(0, 2))
+    assert dead.next(0.0) is not None and dead.next(0.0) is not None
+    second = kd.RolloutPacer(store, share=(1, 2))
+    with pytest.raises(kd.WaitTimeout):
+        second.next(500.0)
+    assert second.next(200.0) is not None, "ten minutes of silence"
+
+
+def test_a_waiting_launcher_says_that_it_lives() -> None:
+    store = memory(ManualClock())
+    store.publish_demand(outlook(seats={A: 1}, mix={A: 1}))
+    pacers = [kd.RolloutPacer(store, share=(i, 2)) for i in range(2)]
+    assert pacers[0].next(0.0) is not None
+    for _ in range(20):
+        for pacer in pacers:
+            with pytest.raises(kd.WaitTimeout):
+                pacer.next(50.0)
+
+
+def test_attributes_that_combine_never_stall() -> None:
+    """The pairs that a plan makes may change; what it needs is launched whatever the mix paired."""
+    quotas = {"source": {"a": 3, "b": 2, "c": 3}, "level": {"x": 5, "y": 1, "z": 2}}
+    for seed in range(8):
+        made: Admission[Waiting] = Admission(Sizes(8, 2), kd.Quotas(quotas), kd.Staleness(2))
+        launching, pace, rng, number = Launching(), Pace(), random.Random(seed), count()
+        while made.progress.train_batch < 3:
+            chosen = made.choose()
+            if chosen is not None:
+                made.commit(chosen)
+                continue
+            seen = outlook_of(made, pace, starving=True)
+            wanted = launching.next(seen, {}, made.progress.train_batch * 4)
+            assert wanted is not None, seed
+            if rng.random() < 0.7:  # else another launcher's group, of any kind that the quotas know
+                pair = wanted
+            else:
+                pair = rng.choice("abc"), rng.choice("xyz")
+            made.offer(Waiting(next(number), pair, made.progress.train_batch * 4))
+
+
+@dataclass(frozen=True)
+class Waiting:
+    key: int
+    combination: tuple[str, ...]
+    version: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.version, self.key
 
 
 def test_before_the_trainer_and_after_the_end() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ import threading
 from pathlib import Path
 
 import knit_data as kd
+from knit_data.seats import QuotaSeats
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -32,7 +32,7 @@ def respond(prompt: str, i: int, version: int) -> kd.Trajectory:
 
 
 def test_the_readme_trains(tmp_path, monkeypatch):
-    rollout, training, _ = BLOCKS
+    rollout, training, _, _ = BLOCKS
     monkeypatch.chdir(tmp_path)
     exec(compile(rollout, "README.md", "exec"), {"prompts": [f"p{g}" for g in range(16)], "respond": respond})
     store = kd.TrajectoryStore("out/run")
@@ -65,17 +65,24 @@ def test_the_readme_launches(tmp_path, monkeypatch):
     prompts = {"math": [f"p{g}" for g in range(1, 60, 2)], "code": [f"p{g}" for g in range(0, 60, 2)]}
     asked = []
 
-    def next_prompt(attributes):
-        asked.append(attributes["source"])
+    def next_prompt(launch):
+        asked.append(launch.attributes["source"])
         if len(asked) == 12:
             store.seal()
-        return prompts[attributes["source"]].pop()
+        return prompts[launch.attributes["source"]].pop()
 
     trainer = threading.Thread(target=train)
     trainer.start()
     facts = {"kd": kd, "store": store, "respond": respond, "next_prompt": next_prompt}
-    with contextlib.suppress(kd.StoreClosed):  # the last group comes after the seal
-        exec(compile(BLOCKS[2], "README.md", "exec"), facts)
+    exec(compile(BLOCKS[2], "README.md", "exec"), facts)  # the last group comes after the seal
     trainer.join(60)
     assert not trainer.is_alive()
     assert len(trained) >= 8 * 8 and trained.count("math") == trained.count("code")
+
+
+def test_the_readme_mixes():
+    facts = {"kd": kd}
+    exec(compile(BLOCKS[3], "README.md", "exec"), facts)
+    for name in ("shares", "crossing", "tied", "paced"):
+        quotas = facts[name] if isinstance(facts[name], kd.Quotas) else kd.Quotas(facts[name])
+        assert QuotaSeats(quotas, 16, None, 4).left == 16

@@ -14,8 +14,8 @@ from makers import fill, group, groups_of, memory, rest_of, sampler, trajectory
 from torchdata.nodes import Loader
 
 import knit_data as kd
+from knit_data.demand import Demand
 from knit_data.errors import InvalidArgument, StateError, UsageError, WaitTimeout
-from knit_data.launching import Demand
 from knit_data.store.memory import ManualClock
 from knit_data.store.store import InFlight
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from knit_data import integrations
 from knit_data.admission import AdmittedMiniBatch
 from knit_data.batch import MicroBatch
+from knit_data.demand import Demand
 from knit_data.errors import (
     CorruptData,
     InvalidArgument,
@@ -23,7 +24,6 @@ from knit_data.errors import (
     WriterConflict,
 )
 from knit_data.infos import InfoTable, TrajectoryInfo
-from knit_data.launching import Demand
 from knit_data.loader import TrajectoryLoader
 from knit_data.minibatch import MiniBatch
 from knit_data.pacing import Launch, RolloutPacer

@@ -120,17 +120,19 @@ class Admission(Generic[C]):
         self.batch: list[C] = []  # of the open train batch, in admission order
         self.waiting: dict[int, C] = {}  # by key
         self._heaps: dict[Combination, list[tuple[tuple[int, ...], C]]] = {}
-        self.trained: dict[Combination, int] = {}  # groups admitted since the start, by combination
+        self.trained: dict[Combination, int] = {}  # groups admitted since the start or resume, by combination
         self._fresh: list[C] = []  # offered since the last expiry
         self._hopeless = False  # nothing has changed since no mini-batch was found
-        self._needs: tuple[dict[Combination, int], dict[Combination, int]] | None = None
+        self._deficits: dict[Combination, int] | None = None
+        self._plan: dict[Combination, int] | None = None
 
     def _seats(self, counts: Mapping[Combination, int] | None = None) -> QuotaSeats:
         return QuotaSeats(self.quotas, self.sizes.train_batch, counts, self.sizes.mini_batch)
 
     def restore(self, progress: Progress, counts: Mapping[Combination, int], batch: Sequence[C]) -> None:
-        self.progress, self.batch, self._needs = progress, list(batch), None
-        self.seats = self._seats(counts)
+        self.progress, self.batch = progress, list(batch)
+        self.seats, self.trained = self._seats(counts), dict(counts)
+        self._deficits = self._plan = None
 
     def offer(self, group: C) -> None:
         """A complete group, to wait for its seat."""
@@ -242,6 +244,7 @@ class Admission(Generic[C]):
         if p.epoch == 0:
             for group in chosen:
                 self.seats.admit(group.combination)
+                self._follow(group.combination)
                 self.trained[group.combination] = self.trained.get(group.combination, 0) + 1
                 heapq.heappop(self._heaps[group.combination])  # chosen are the oldest of their combination
                 del self.waiting[group.key]
@@ -253,22 +256,34 @@ class Admission(Generic[C]):
         if p.epoch == self.sizes.epochs:
             last = p.short is None
             p = Progress(p.train_batch + 1) if last else replace(p, epoch=self.sizes.epochs)
-            self.batch, self.seats = [], self._seats()
-        self.progress, self._hopeless, self._needs = p, False, None
+            self.batch, self.seats, self._plan = [], self._seats(), dict(self.mix)
+        self.progress, self._hopeless, self._deficits = p, False, None
         return index, last
 
-    def needs(self) -> tuple[dict[Combination, int], dict[Combination, int]]:
-        """What minima still reserve, and one way to fill all seats left; the same between two commits."""
-        if self._needs is None:
-            self._needs = self.seats.deficits(), self.seats.completion()
-        return self._needs
+    def deficits(self) -> dict[Combination, int]:
+        """Groups that minima still reserve; the same between two commits."""
+        if self._deficits is None:
+            self._deficits = self.seats.deficits()
+        return self._deficits
+
+    def plan(self) -> dict[Combination, int]:
+        """One way to fill all seats left, for launchers. It stays what it was as long as what is admitted follows it:
+        where attributes cross there are many ways, and what is launched for one may not serve another."""
+        if self._plan is None:
+            self._plan = self.seats.completion()
+        return {combination: count for combination, count in self._plan.items() if count}
+
+    def _follow(self, combination: Combination) -> None:
+        if self._plan is not None:
+            left = self._plan.get(combination, 0)
+            self._plan = {**self._plan, combination: left - 1} if left else None
 
     def waiting_by_combination(self) -> dict[Combination, int]:
         return {combination: len(heap) for combination, heap in self._heaps.items() if heap}
 
     def surplus(self) -> dict[Combination, float]:
-        """Groups of closed train batches beyond the mix's share, since the start: what a range let in, at most one
-        train batch's worth. The launcher makes up for it, so that the mix holds in the long run."""
+        """Groups of closed train batches beyond the mix's share, since the start or the last resume: what a range let
+        in, at most one train batch's worth. The launcher makes up for it, so that the mix holds in the long run."""
         total = sum(self.trained.values()) - sum(self.seats.counts.values())
         out = {}
         for combination, whole in self.mix.items():

@@ -27,7 +27,7 @@ class Around:
 
 def explain(admission: Admission[C], around: Around) -> str:
     """What the open mini-batch needs, what is there, and first of all what is short."""
-    p, sizes, seats = admission.progress, admission.sizes, admission.seats
+    p, sizes, seats = admission.progress, admission.sizes, admission.seats.fresh()
     if around.ended:
         return f"the stream has ended: {around.left_over} groups are left over."
     if p.epoch:
@@ -36,8 +36,11 @@ def explain(admission: Admission[C], around: Around) -> str:
     lines = sorted(seats.lines(), key=lambda line: _missing(line, waiting) <= 0)
     short = [f"{n} {line.label}" for line in lines if (n := _missing(line, waiting)) > 0]
     lacking = sizes.mini_batch - sum(n for c, n in waiting.items() if seats.admissible(c))
+    if not short:  # every quota has enough for itself, but not together; or there are none
+        wanted = seats.completion() if admission.quotas.attributes else {}
+        short = [f"{n - waiting[c]} {'/'.join(c)}" for c, n in wanted.items() if n > waiting[c]]
     if not short and lacking > 0:
-        short = [str(lacking)]
+        short = [f"{lacking} more"]
     parts = [
         f"{line.label} ({line.bounds}: {line.taken} in, {_there(line.counts, waiting, around)}"
         f"{'' if line.left else ', no seat left'})"
@@ -73,4 +76,4 @@ def _there(counts: Callable[[Combination], bool], waiting: Mapping[Combination, 
     for (combination, reason), n in around.gone.items():
         if counts(combination):
             gone[reason] += n
-    return ", ".join([*out, *(f"{n} {reason}" for reason, n in sorted(gone.items()))])
+    return ", ".join([*out, *(f"{n} dropped as {reason}" for reason, n in sorted(gone.items()))])

@@ -135,9 +135,8 @@ class Assembler:
 
     def _join(self, name: str, row: InfoTable, now: float) -> list[Group | Dropped]:
         """One lone row: wait for its siblings."""
-        version = row[0].policy_version
-        group = self._open.setdefault(name, Pending([], version, now))
-        for other in group.members:
+        group, version = self._open.get(name), row[0].policy_version
+        for other in group.members if group else ():
             if other[0].id != row[0].id:
                 continue
             if other.fingerprints() == row.fingerprints():
@@ -145,8 +144,11 @@ class Assembler:
             return self._abandon(name, row, _two_contents(other, row))
         if (limit := self.max_tokens) is not None and row[0].n_tokens > limit and self._oversize_acts():
             return self._abandon(name, row, _too_long(row, 0, limit), reason="oversize")
-        group.members.append(row)
-        group.version, group.since = min(group.version, version), now
+        if group is None:
+            group = self._open[name] = Pending([row], version, now)  # never without a member: others may be asking
+        else:
+            group.members.append(row)
+            group.version, group.since = min(group.version, version), now
         if len(group.members) < (self.terms.group_size or 0):
             return []
         del self._open[name]
@@ -178,7 +180,8 @@ class Assembler:
     def _abandon(self, name: str, row: InfoTable, text: str, reason: str = "invalid") -> list[Group | Dropped]:
         """An incomplete group that cannot become valid: it leaves whole."""
         policy = self.terms.policy.oversize if reason == "oversize" else None
-        table = InfoTable.concat([*self._open.pop(name).members, row])
+        group = self._open.pop(name, None)
+        table = InfoTable.concat([*(group.members if group else ()), row])
         return self._invalid(name, table, text, reason=reason, policy=policy)
 
     def _invalid(

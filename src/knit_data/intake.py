@@ -6,13 +6,13 @@ ledger, those of before. What is dropped becomes final with the next entry.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from knit_data.admission import Admission
+from knit_data.demand import Yields
 from knit_data.errors import InvalidGroup
 from knit_data.groups import (
     Assembler,
@@ -26,15 +26,12 @@ from knit_data.groups import (
     name_key,
 )
 from knit_data.infos import InfoTable
-from knit_data.launching import Yields
 from knit_data.ledger import Entry, Ledger, Progress, Runs, runs_of
 from knit_data.policy import Judge
 from knit_data.quotas import Combination
 from knit_data.store.store import InFlight, TrajectoryStore
 from knit_data.stream import stored
 from knit_data.truncate import truncated
-
-_LOOK = 0.05  # seconds between two looks at what is in flight
 
 
 class Intake:
@@ -154,6 +151,8 @@ class Intake:
         if drop.name is not None:
             self._ended.add(name_key(drop.name))
             combination = combination_of(drop.table[0].attributes, self.terms.attributes)
+            if not self.terms.known(combination):
+                return
             self.gone[combination, drop.reason] = self.gone.get((combination, drop.reason), 0) + 1
             if drop.reason not in ("stale", "abandoned"):  # for what it is, whenever it comes
                 self.yields.add(combination, False)
@@ -204,8 +203,8 @@ class Intake:
             starts=[(w, at) for w, at in firsts.items() if at > ledger.cursors().get(w, 0)],
             accepted=[key for key in self._accepted if key not in ended],
         )
-        ledger.apply(entry)
         self._drops, self._ended, self._accepted = [], set(), []
+        ledger.apply(entry)
         if closes:
             self.gone = {}
         return entry
@@ -226,20 +225,3 @@ def _remembered_as(table: InfoTable, step: int) -> int:
     """The version that a group which met its fate at this step is remembered by: for a staleness window from now on,
     so that members which come late are known, too, whose own version is out of bounds by then."""
     return max(int(table.columns["policy_version"].max()), step)
-
-
-class Flights:
-    """What launchers say is in flight, looked up every 0.05 s at most."""
-
-    def __init__(self, store: TrajectoryStore) -> None:
-        self._store, self._at = store, -math.inf
-        self.launches: list[InFlight] | None = None  # None: no launcher ever said
-
-    def look(self) -> bool:
-        """Whether something has landed since the look before."""
-        now = self._store.backend.now()
-        if now - self._at < _LOOK:
-            return False
-        before = {launch.group for launch in self.launches or ()}
-        self.launches, self._at = self._store.in_flight(), now
-        return not before <= {launch.group for launch in self.launches or ()}

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torchdata.nodes import BaseNode
 
 from knit_data.admission import Admission, AdmittedMiniBatch, Sizes, check_progress, mini_batch
+from knit_data.demand import Outlook, Pace, outlook_of
 from knit_data.errors import InvalidArgument, InvalidGroup, UsageError, WaitTimeout
 from knit_data.explain import Around, explain
+from knit_data.flights import Flights
 from knit_data.groups import Group, Terms
 from knit_data.infos import InfoTable
-from knit_data.intake import Flights, Intake
-from knit_data.launching import Outlook, Pace, outlook_of
+from knit_data.intake import Intake
 from knit_data.ledger import Entry, Ledger, Progress
 from knit_data.policy import GroupPolicy
 from knit_data.quotas import Combination, Quotas
@@ -32,6 +33,7 @@ from knit_data.staleness import Staleness
 from knit_data.stream import TrajectoryStream
 
 _SLICE = 0.05
+_QUIET = 0.2  # seconds between two demands that differ only in what has come
 _TEND = 0.1  # seconds between two looks while nothing is asked for
 
 
@@ -88,12 +90,17 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             max_staleness if isinstance(max_staleness, Staleness) or max_staleness is None else Staleness(max_staleness)
         )
         self.policy = groups or GroupPolicy()
+        if self.policy.incomplete == "drop" and self.staleness is None and group_size != 1:
+            raise InvalidArgument(
+                "GroupPolicy(incomplete='drop') is for groups of lone puts, which need max_staleness: without it, repeats "
+                "of lone puts cannot be recognised. Set max_staleness, or use put_group and leave incomplete='wait'."
+            )
         self.max_tokens = self.policy.max_tokens
         QuotaSeats(self.quotas, train_batch_size, None, mini_batch_size)  # refuses quotas that cannot add up
         self._ledger: Ledger | None = None
         self._failure: Exception | None = None
         self._waiting_since: float | None = None
-        self._tended = -math.inf
+        self._tended = self._published = -math.inf
         self._ended = self._warned = False
 
     # -- node contract ----------------------------------------------------------------------------------------------
@@ -141,8 +148,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     def dropped(self) -> dict[str, int]:
         """What was dropped so far, by reason: groups, or for the reasons of ``EXTRAS`` single trajectories."""
-        self._required()
-        return self._intake.dropped()
+        return self._intake.dropped() if self._ledger else {}
 
     def left_over(self) -> int:
         """Groups, complete or not, that have no fate yet."""
@@ -209,7 +215,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._tended = now
         try:
             self._drain()
-            self._publish_demand()
+            self._publish_demand(at_once=False)
         except Exception as e:
             self._failure = e
 
@@ -244,19 +250,21 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         chosen = admission.choose(self._held())
         if chosen is not None:
             return self._commit(chosen)
-        self._starving = needed
-        self._publish_demand()
+        changed, self._starving = needed != self._starving, needed
+        self._publish_demand(at_once=changed)
         if self.stream.ended:
             if not admission.cut_short():
                 self._end()
             return self._commit(admission.choose() or [])
         now = clock.now()
-        if self._waiting_since is None or not needed:
+        if not needed:
+            self._waiting_since = None
+        elif self._waiting_since is None:
             self._waiting_since = now
         elif now - self._waiting_since > self.timeout:
             raise WaitTimeout(
                 f"no mini-batch could be admitted for {self.timeout:g} s: {self.explain()} Are the rollout workers "
-                "alive, do they serve store.demand(), and do they have the weights of published version "
+                "alive, do they launch what store.demand() asks for (a RolloutPacer does), and do they have the weights of published version "
                 f"{self.stream.store.policy_version()}? Raise timeout to wait longer; call store.seal() when no more "
                 "will come."
             )
@@ -294,7 +302,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         now = self.stream.store.backend.now()
         self._pace.admitted(now, 0.0 if self._waiting_since is None else now - self._waiting_since)
         self._waiting_since, self._starving = None, False
-        self._publish_demand()
+        self._publish_demand(at_once=True)
         return Admitted(mini_batch(tables, index, before, is_last), entry, self.stream.finite)
 
     def _annotate(self, group: Group) -> InfoTable:
@@ -355,8 +363,13 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
-    def _publish_demand(self) -> None:
-        demand = outlook_of(self._admission, self._pace, self._starving, self._intake.yields.shares())
+    def _publish_demand(self, at_once: bool) -> None:
+        """What has come changes often, and launchers can wait a little for it."""
+        now = self.stream.store.backend.now()
+        if not at_once and now - self._published < _QUIET:
+            return
+        self._published = now
+        demand = outlook_of(self._admission, self._pace, self._starving, self._intake.yields)
         if demand != self._demanded:
             self.stream.store.publish_demand(demand)
             self._demanded = demand

@@ -35,11 +35,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class Staleness:
-    """The bound on a, inclusive, tested once, at admission.
+    """The bound on architectural staleness a = kS - v, inclusive, tested once, at admission: how many train batches or
+    optimizer steps before its train batch k began the weights of a group's oldest member were published.
 
     ``unit``: "train_batch" or "optimizer_step". ``strategy``: "drop" what is too old, or also "wait": keep seats for
-    groups in flight that this train batch is the last to take; it needs a ``RolloutPacer``, which says what is in
-    flight. ``abandoned``: what to do with a version above the trainer's step, which only a timeline that a resume
+    groups in flight that this train batch is the last to take. It needs a ``RolloutPacer``, which says what is in
+    flight; a seat is kept until its launch is done, or its launcher is closed, starts again or has said nothing for ten
+    minutes. ``abandoned``: what to do with a version above the trainer's step, which only a timeline that a resume
     abandoned can have made: "accept" it as a = 0, or "drop" its group.
     """
 

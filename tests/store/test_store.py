@@ -14,8 +14,8 @@ from makers import group, trajectory
 from places import Place, moments, reclaim, watched
 
 import knit_data as kd
+from knit_data.demand import Demand
 from knit_data.errors import CorruptData, InvalidArgument, InvalidTrajectory, KeyMissing, StoreClosed
-from knit_data.launching import Demand
 from knit_data.store.memory import Crash
 
 # -- opening -----------------------------------------------------------------------------------------------------------

@@ -92,6 +92,14 @@ class QuotaSeats:
         twin.__dict__.update(self.__dict__, counts=dict(self.counts), _parts=[part.copy() for part in self._parts])
         return twin
 
+    def fresh(self) -> QuotaSeats:
+        """The same seats, from the counts alone: for another thread, while this one is admitting."""
+        twin = object.__new__(QuotaSeats)
+        counts = dict(self.counts)
+        twin.__dict__.update(self.__dict__, counts=counts, left=self.size - sum(counts.values()))
+        twin._parts = twin._start(counts)
+        return twin
+
     def knows(self, combination: Combination) -> bool:
         if self._support is not None:
             return combination in self._known

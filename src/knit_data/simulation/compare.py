@@ -17,12 +17,14 @@ PACED = "constraint-preserving, paced"
 
 def compare(scenario: Scenario, seeds: int = 3, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
     """All policies side by side, means over seeds 0, 1, ...; ``reduction`` is that of mean staleness against the
-    first row: train-batch admission with exact quotas, launched in the order of the mix. With slack there is a second
-    such row with the same slack. ``tell`` gets a line before each run."""
+    first row: train-batch admission with exact quotas, launched in the order of the mix. More such rows: with less launched
+    ahead, and with the same slack. ``tell`` gets a line before each run."""
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
         raise InvalidArgument(f"seeds must be an int of at least 1, found {seeds!r}.")
     exact = replace(scenario, slack=0)
     runs = [("train-batch", exact, "train-batch", False)]
+    if scenario.launch_ahead > 1:
+        runs.append(("train-batch, 1 ahead", replace(exact, launch_ahead=1), "train-batch", False))
     if scenario.slack:
         runs.append((f"train-batch, slack {scenario.slack}", scenario, "train-batch", False))
     runs += [
@@ -43,6 +45,7 @@ def compare(scenario: Scenario, seeds: int = 3, tell: Callable[[str], object] = 
         rows.append(
             {
                 "policy": policy,
+                "scenario": chosen.facts(),
                 **mean,
                 "reduction": _reduction(mean["staleness"], base["staleness"]),
                 "reduction_token_mean": _reduction(mean["staleness_token_mean"], base["staleness_token_mean"]),

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from knit_data.admission import Admission, Sizes
+from knit_data.demand import Pace, Yields, outlook_of
 from knit_data.errors import InvalidArgument
 from knit_data.infos import Array
-from knit_data.launching import Launching, Pace, Yields, outlook_of
+from knit_data.launching import Launching
 from knit_data.quotas import Combination, Quotas
 from knit_data.simulation.scenario import Scenario
 from knit_data.staleness import Staleness
@@ -32,9 +33,15 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What a run came to. Staleness in train batches, over trained responses of the measured train batches; a source
-    by its name. ``violations``: train batches off their quotas. ``dead_ends``: runs that could not go on.
-    ``cycle_seconds``: of a train batch. ``trainer_idle``: share of its time. ``identity_error``: see above."""
+    """What one run came to. Staleness in train batches and ``gap`` in optimizer steps are means over the responses of
+    the measured train batches, by the version they started with and by the token mean. ``p99``, ``max``: of staleness.
+
+    ``cycle_seconds``: of a train batch; ``trainer_idle``: share of it. ``violations``: train batches off their quotas.
+    ``dead_ends``: 1 if the run could not go on; figures are NaN then. ``bound``: what staleness cannot go below while
+    the bottleneck is busy. ``identity_error``: mean staleness by version tags less that by the times of publishes,
+    which must be 0. ``trained``: groups by source in the measured train batches; ``dropped``: groups of the whole run
+    by reason; ``seconds``: of a trained response, the mean by source. ``trace``: every event with its time.
+    """
 
     policy: str
     staleness: float
@@ -180,7 +187,7 @@ class _Run:
     def _next_source(self) -> str | None:
         sources = self.scenario.sources
         if self.launching is not None:
-            demand = outlook_of(self.admission, self.pace, not self.busy, self.yields.shares())
+            demand = outlook_of(self.admission, self.pace, not self.busy, self.yields)
             combination = self.launching.next(demand, self.in_flight, self.version // self.unit)
             return combination[0] if combination else None
         lost = sum(self.lost.values())

@@ -29,7 +29,7 @@ class Source:
 
     ``seconds``: the mean of a lognormal law whose logarithm has deviation ``sigma``, cut at 8 times the mean; or
     ``quantiles``: measured (probability, seconds) pairs in rising order, straight lines between them, as those of a
-    run's lengths over tokens per second. ``keep``: share of complete groups that a filter keeps. ``fail``: share of
+    run's lengths over tokens per second; beyond the first and the last, their seconds. ``keep``: share of complete groups that a filter keeps. ``fail``: share of
     responses that never come, so that their group is dropped.
 
     >>> Source(32, seconds=15.0).mean()
@@ -105,7 +105,7 @@ class Scenario:
 
     ``slots``: responses generated at the same time. ``mini_batches``: optimizer steps of a train batch, M. ``rho``:
     seconds that the trainer needs for a train batch over those that the slots need: above 1 the trainer is the
-    bottleneck; ``step_seconds`` sets the trainer's time directly. ``slack``: groups that each source's quota may be
+    bottleneck; ``step_seconds`` instead sets the seconds of an optimizer step. ``slack``: groups that each source's quota may be
     off, both ways; 0: exact quotas. ``launch_ahead``: train batches that unpaced launching may be ahead (AReaL's
     gate). ``publish``: weights go out after each "train_batch" or "mini_batch". ``max_staleness``: in train batches;
     None: no bound. ``batches`` are measured, after ``warmup`` others.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knit_data.demand import Demand, Outlook
 from knit_data.errors import CorruptData, InvalidArgument
 from knit_data.infos import TrajectoryInfo
-from knit_data.launching import Demand, Outlook
 from knit_data.store.catalogue import Catalogue, check_count
 from knit_data.store.segment import checksum, torch_dtype
 from knit_data.store.writer import StoreWriter
@@ -65,6 +66,7 @@ class TrajectoryStore(Catalogue):
         super().__init__(url, fsync=fsync, **storage_options)
         self.reclaim, self.max_bytes, self.fsync, self._options = reclaim, max_bytes, fsync, storage_options
         self._launchers: int | None = None  # as last written here
+        self._beat = time.time_ns()  # of what it publishes in flight; no two sessions begin with the same
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {"reclaim": self.reclaim, "max_bytes": self.max_bytes, "fsync": self.fsync, **self._options}
@@ -104,7 +106,8 @@ class TrajectoryStore(Catalogue):
         index, count = share if isinstance(share, tuple) and len(share) == 2 else (None, None)
         if not (type(index) is int and type(count) is int and 0 <= index < count):
             raise InvalidArgument(f"publish_in_flight needs launcher i of n as (i, n), 0 <= i < n, found {share!r}.")
-        data = {"launches": [[x.group, dict(x.attributes), x.version] for x in launches]}
+        self._beat += 1
+        data = {"beat": self._beat, "launches": [[x.group, dict(x.attributes), x.version] for x in launches]}
         self.backend.put(f"registers/inflight.{index}", json.dumps(data).encode())
         if self._launchers != count:
             self.backend.put("registers/launchers", str(count).encode())
@@ -124,16 +127,23 @@ class TrajectoryStore(Catalogue):
 
     def in_flight(self) -> list[InFlight] | None:
         """What all launchers have in flight; None: no launcher ever said."""
+        reports = self.launchers()
+        return None if reports is None else [launch for _, launches in reports for launch in launches]
+
+    def launchers(self) -> list[tuple[int, list[InFlight]]] | None:
+        """For each launcher a number that changes whenever it speaks, and what it has in flight."""
         count = self.register("launchers")
         if not count:
             return None
         out = []
         for key in (f"registers/inflight.{i}" for i in range(count)):
-            data = self._json(key) or {"launches": []}
+            data = self._json(key) or {"beat": 0, "launches": []}
             with self._understood(key):
+                launches = []
                 for group, attributes, version in data["launches"]:
                     named = {str(name): str(value) for name, value in attributes.items()}
-                    out.append(InFlight(str(group), named, check_count(version)))
+                    launches.append(InFlight(str(group), named, check_count(version)))
+                out.append((check_count(data["beat"]), launches))
         return out
 
     def publish_demand(self, demand: Outlook) -> None:
