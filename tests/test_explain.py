@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_admission import NAMES, arrivals, filled, specs, waiting
+from test_admission import NAMES, arrivals, filled, specs, table_of, waiting
 
 from knit_data.admission import Admission, Sizes
 from knit_data.explain import Around, explain
+from knit_data.groups import Group
 from knit_data.quotas import Quotas, at_most
 
 MATH, CODE, WEB = ("math",), ("code",), ("web",)
@@ -44,8 +46,10 @@ def test_what_is_in_flight_and_what_was_dropped_is_told_by_value() -> None:
         gone={(CODE, "stale"): 3, (CODE, "filtered"): 1, (MATH, "stale"): 2, (("tool",), "invalid"): 9},
     )
     text = explain(short_of_code(), around)
-    assert "code (2 to 3: 0 in, 1 complete, 0 incomplete, 2 in flight, 1 filtered, 3 stale);" in text
-    assert "math (exactly 4: 4 in, 2 complete, 0 incomplete, 0 in flight, 2 stale, no seat left);" in text
+    assert (
+        "code (2 to 3: 0 in, 1 complete, 0 incomplete, 2 in flight, 1 dropped as filtered, 3 dropped as stale);" in text
+    )
+    assert "math (exactly 4: 4 in, 2 complete, 0 incomplete, 0 in flight, 2 dropped as stale, no seat left);" in text
     assert "; seats are kept for 1 code, 2 web in flight, which the next train batch would find too old;" in text
     assert "tool" not in text and "RolloutPacer" not in text
     assert "'wait' keeps no seats: it needs a RolloutPacer;" in explain(short_of_code(), Around(unpaced=True))
@@ -54,9 +58,9 @@ def test_what_is_in_flight_and_what_was_dropped_is_told_by_value() -> None:
 def test_without_quotas() -> None:
     around = Around({(): 2}, {(): 3}, {(): 1}, {((), "stale"): 4})
     assert explain(filled(1, sizes=(6, 2)), around) == (
-        "train batch 0, mini-batch 1 of 3 waits for 2 groups that fit, short of 1: 1 complete, 2 incomplete, "
-        "3 in flight, 4 stale; 6 free of 6 seats left; seats are kept for 1 in flight, which the next train batch "
-        "would find too old; decided by counting."
+        "train batch 0, mini-batch 1 of 3 waits for 2 groups that fit, short of 1 more: 1 complete, 2 incomplete, "
+        "3 in flight, 4 dropped as stale; 6 free of 6 seats left; seats are kept for 1 in flight, which the next "
+        "train batch would find too old; decided by counting."
     )
 
 
@@ -87,3 +91,27 @@ def test_counts(data: st.DataObject) -> None:
         assert (int(short[1]) if short else 0) == max(0, low - taken - complete)
         shorts += [value] if short else []
     assert order[: len(shorts)] == shorts and sorted(order) == sorted(NAMES[: len(spec.bounds)])
+
+
+def test_what_is_short_is_named_where_attributes_combine() -> None:
+    """Each quota has enough for itself; only the combination says what is missing."""
+    quotas = Quotas({"source": {"math": 2, "code": 2}, "level": {"hard": 2, "easy": 2}})
+    made: Admission[Group] = Admission(Sizes(4, 2), quotas, None)
+    for i, pair in enumerate([("math", "hard")] * 2 + [("math", "easy")] * 5 + [("code", "hard")] * 5):
+        made.offer(Group(f"g{i}", table_of(f"g{i}", 0, i), pair, 0, 1))
+        if i == 1:
+            made.commit(made.choose() or [])
+    assert made.choose() is None
+    assert "waits for 2 groups that fit, short of 2 code/easy: " in explain(made, Around())
+
+
+def test_explaining_moves_nothing() -> None:
+    """Another thread asks: what decides admissions is left as it is, also where deciding moves a flow."""
+    support = [("a", "x"), ("a", "y"), ("b", "y"), ("b", "z"), ("c", "z"), ("c", "x")]
+    quotas = Quotas({"s": dict.fromkeys("abc", 4), "l": dict.fromkeys("xyz", 4)}, support=support)
+    made: Admission[Group] = Admission(Sizes(12, 2), quotas, None)
+    for i, pair in enumerate([("a", "x"), ("c", "x"), ("b", "z")] * 2):
+        made.offer(Group(f"g{i}", table_of(f"g{i}", 0, i), pair, 0, 1))
+    before = pickle.dumps(made.seats)
+    explain(made, Around())
+    assert pickle.dumps(made.seats) == before

@@ -52,9 +52,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     head = next(i for i, line in enumerate(lines) if line.startswith("policy"))
     for name in command.COLUMNS:
         assert name in lines[head]
-    table = lines[head : head + 8]
+    table = lines[head : head + 9]
     assert len({len(line) for line in table}) == 1, "aligned"
-    assert [line[:30].strip() for line in table[1:4]] == ["train-batch", "train-batch, slack 3", "train-batch, paced"]
+    assert [line[:30].strip() for line in table[1:4]] == ["train-batch", "train-batch, 1 ahead", "train-batch, slack 3"]
     assert "against the first row: train-batch" in out
     assert "C/B = 0.0625 while no slot is idle, 1/M = 0.0625" in out and "the slots are the bottleneck" in out
     assert lines[-1].startswith("constraint-preserving, paced: 0.") and "times C/B" in lines[-1]
@@ -64,7 +64,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = simulated(capsys, "--preset", "mild", "--json", "-")
     rows = json.loads(out)
-    assert code == 0 and len(rows) == 6 and all(set(KEYS) <= row.keys() for row in rows)
+    assert code == 0 and len(rows) == 7 and all(set(KEYS) <= row.keys() for row in rows)
     assert "policy" in err, "the table"
 
 

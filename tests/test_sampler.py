@@ -225,6 +225,8 @@ def test_the_time_out_starts_anew_with_every_mini_batch_and_runs_only_when_neede
     for _ in range(3):
         assert made.admit(1.0, needed=False) is None
         clock.advance(100.0)
+    assert made.admit(0.0) is None
+    clock.advance(61.0)
     with pytest.raises(WaitTimeout):
         made.admit(0.0)
 
@@ -443,7 +445,7 @@ def test_what_has_landed_is_looked_for_before_its_seat_is_given_away() -> None:
     made.next()
     fast.put_group(group("c1", 2, "code", policy_version=1))
     fast.put_group(group("m1", 2, "math", policy_version=1))
-    for seconds in (5000.0, 50.0, 0.1):
+    for seconds in (500.0, 5.0, 0.1):  # its launcher is not taken for dead yet
         clock.advance(seconds)
         assert made.admit(0.0) is None
     slow.put_group(group("slow", 2, "code"))
@@ -527,8 +529,8 @@ def test_explain_through_a_run() -> None:
     assert made.admit(0.0) is None
     assert made.explain() == (
         "train batch 0, mini-batch 1 of 1 waits for 2 groups that fit, short of 1 code: code (exactly 1: 0 in, "
-        "0 complete, 1 incomplete, 1 in flight, 1 filtered); math (exactly 1: 0 in, 1 complete, 0 incomplete, "
-        "0 in flight); 0 free of 2 seats left; dropped 1 filtered; decided by counting."
+        "0 complete, 1 incomplete, 1 in flight, 1 dropped as filtered); math (exactly 1: 0 in, 1 complete, "
+        "0 incomplete, 0 in flight); 0 free of 2 seats left; dropped 1 filtered; decided by counting."
     )
     writer.put_group(group("c0", 2, "code"))
     made.next()

@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = parser.parse_args(argv)
             options.run(options)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it may have been closed
+                sys.stdout.flush()
     except (InvalidArgument, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
@@ -139,9 +140,9 @@ def _text(s: Scenario, seeds: int, rows: Sequence[dict[str, Any]]) -> str:
         "train-batch",
         "admission with exact quotas, launched in the order of the mix, as early as slots and launch_ahead="
         f"{s.launch_ahead} allow.",
-        "Token mean: by the mean version over a response's life, not the one it started with. The cycle is the time of a",
-        "train batch. Violations: train batches off their quotas; dead ends: runs that could not go on. Colocated: rollout",
-        "and training in turn; unchecked: mini-batches in order of age, quotas ignored; paced: launched just in time.",
+        "Token mean: by the mean version over a response's life, not the one it started with. The cycle is the time of",
+        "a train batch. Violations: train batches off their quotas; dead ends: runs that could not go on. Colocated:",
+        "rollout and training in turn; unchecked: mini-batches by age, no quotas; paced: launched just in time.",
         f"Bounds: C/B = {by_slots:.4f} while no slot is idle, 1/M = {by_minis:.4f} while the trainer never is; the "
         f"{'trainer is' if trainer else 'slots are'} the bottleneck.",
         f"Estimate for whole groups launched in a steady order: {s.estimate():.4f}.",

@@ -29,7 +29,8 @@ from knit_data.seats import QuotaSeats
 from knit_data.staleness import Clock, Staleness
 
 _MOST = 1 << 20  # groups of a train batch
-_STEPS = 256  # looks before a search is given up: a millisecond or two
+_LOOKS = 256  # before a search is given up: a millisecond or two
+_THOROUGH = 1 << 16  # the same when no more groups will come
 
 
 @dataclass(frozen=True)
@@ -163,31 +164,34 @@ class Admission(Generic[C]):
                 out.append((self.waiting.pop(group.key), "stale"))
         return out
 
-    def choose(self, held: Mapping[Combination, int] | None = None) -> list[C] | None:
+    def choose(self, held: Mapping[Combination, int] | None = None, thorough: bool = False) -> list[C] | None:
         """Groups of the next mini-batch, or None while too few fit. In later passes the batch's own, dealt anew.
 
-        ``held``: groups still to come for which seats are kept, where quotas allow it.
+        ``held``: groups still to come for which seats are kept, where quotas allow it. ``thorough``: look longer, since
+        no others will come.
         """
         p, size = self.progress, self.sizes.mini_batch
         if p.epoch:
             order = deal(self.seed, p.train_batch, p.epoch, len(self.batch))
             return [self.batch[i] for i in order[p.position * size : (p.position + 1) * size]]
-        if len(self.waiting) < size or (self._hopeless and not held):
+        if len(self.waiting) < size or (self._hopeless and not held and not thorough):
             return None
         seats = self.seats.copy()
         for combination, count in (held or {}).items():
             for _ in range(min(count, seats.left)):
                 seats.reserve(combination)
         chosen = self._oldest_that_fit(seats.copy())
-        if chosen is None and not seats.greedy:
-            chosen = self._search(seats)
+        if chosen is None and not seats.greedy:  # what was launched for the plan fits together
+            chosen = self._oldest_that_fit(seats.copy(), self.plan())
+            chosen = chosen or self._search(seats, _THOROUGH if thorough else _LOOKS)
         self._hopeless = chosen is None and not held
         return chosen
 
-    def _oldest_that_fit(self, seats: QuotaSeats) -> list[C] | None:
-        """One after the other the oldest that fits. What does not fit now will not later, so that its combination is
-        left: as many looks as seats and combinations."""
-        heads = [(heap[0][0], c) for c, heap in self._heaps.items() if heap]
+    def _oldest_that_fit(self, seats: QuotaSeats, most: Mapping[Combination, int] | None = None) -> list[C] | None:
+        """One after the other the oldest that fits, of each combination at ``most`` so many. What does not fit now
+        will not later, so that its combination is left: as many looks as seats and combinations."""
+        heads = [(heap[0][0], c) for c, heap in self._heaps.items() if heap and (most is None or c in most)]
+        room = dict(most or {})
         heapq.heapify(heads)
         taken: list[tuple[tuple[int, ...], C]] = []
         while heads and len(taken) < self.sizes.mini_batch:
@@ -197,18 +201,22 @@ class Admission(Generic[C]):
             seats.admit(combination)
             heap = self._heaps[combination]
             taken.append(heapq.heappop(heap))
-            if heap:
+            if most is not None:
+                room[combination] -= 1
+            if heap and (most is None or room[combination]):
                 heapq.heappush(heads, (heap[0][0], combination))
         for item in taken:
             heapq.heappush(self._heaps[item[1].combination], item)
         return [group for _, group in taken] if len(taken) == self.sizes.mini_batch else None
 
-    def _search(self, seats: QuotaSeats) -> list[C] | None:
+    def _search(self, seats: QuotaSeats, most: int) -> list[C] | None:
         """Where combinations cross, the oldest may leave no room for enough others: go back and try without some.
         Finding a mini-batch among finite waiting groups is NP-hard for three attributes, so that this gives up after
-        ``_STEPS`` looks; the batch stays feasible, and the next arrival starts anew."""
+        so many looks; the batch stays feasible, and the next arrival starts anew."""
         size, items = self.sizes.mini_batch, list[tuple[tuple[int, ...], C]]()
-        for heap in self._heaps.values():
+        for combination, heap in self._heaps.items():
+            if not heap or not seats.admissible(combination):
+                continue
             oldest = [heapq.heappop(heap) for _ in range(min(size, len(heap)))]
             for item in oldest:
                 heapq.heappush(heap, item)
@@ -227,7 +235,7 @@ class Admission(Generic[C]):
                 passed[-1].add(items[at][1].combination)  # a younger one of these would do no better
                 at += 1
                 continue
-            if (looks := looks + 1) > _STEPS:
+            if (looks := looks + 1) > most:
                 return None
             combination = items[at][1].combination
             if combination not in passed[-1] and seats.admissible(combination):

@@ -104,6 +104,14 @@ class Outlook(Demand):
     limit: int | None = None
     seen: int = 0
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outlook:
+        made = super().from_json(data)
+        tables = (made.deficits, made.seats, made.mix, made.waiting, made.surplus, made.yields)
+        if any(len(c) != len(made.attributes) for table in tables for c in table) or min(made.minis, made.steps) < 1:
+            raise ValueError(f"{data!r:.200} where an outlook belongs")
+        return made
+
 
 def outlook_of(admission: Admission[C], pace: Pace, starving: bool, yields: Yields | None = None) -> Outlook:
     """The demand of the open train batch, for launchers.

@@ -36,9 +36,8 @@ def explain(admission: Admission[C], around: Around) -> str:
     lines = sorted(seats.lines(), key=lambda line: _missing(line, waiting) <= 0)
     short = [f"{n} {line.label}" for line in lines if (n := _missing(line, waiting)) > 0]
     lacking = sizes.mini_batch - sum(n for c, n in waiting.items() if seats.admissible(c))
-    if not short:  # every quota has enough for itself, but not together; or there are none
-        wanted = seats.completion() if admission.quotas.attributes else {}
-        short = [f"{n - waiting[c]} {'/'.join(c)}" for c, n in wanted.items() if n > waiting[c]]
+    if not short and len(admission.quotas.attributes) > 1:  # every quota has enough by itself, but not together
+        short = [f"{n - waiting[c]} {'/'.join(c)}" for c, n in seats.completion().items() if n > waiting[c]]
     if not short and lacking > 0:
         short = [f"{lacking} more"]
     parts = [

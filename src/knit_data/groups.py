@@ -104,6 +104,11 @@ class Assembler:
             return self._invalid(name, table, _not_whole(table, self.terms.group_size))
         return self._join(name, table, now)
 
+    def late(self, now: float) -> bool:
+        """Whether a group has waited too long for its members."""
+        timeout = self.terms.policy.timeout
+        return timeout is not None and any(now - group.since >= timeout for group in self._open.values())
+
     def expire(self, now: float, excluded: Callable[[int], str | None]) -> list[Dropped]:
         """Incomplete groups that leave: those of an ``excluded`` version could never be admitted, and would hold their
         writers' cursors for ever; others waited for their members for too long."""
@@ -250,9 +255,10 @@ def _uncounted(table: InfoTable, missing: Sequence[str], names: Sequence[str], f
         what = "has " + " and ".join(
             f"{value!r} as attribute {name!r}" for name, value in zip(names, found, strict=True)
         )
+    why = "which the quotas count" if missing else "which no quota names or no supported combination has"
     return (
-        f"{_who(table)} {what}, which the quotas count; its attributes are {dict(table[0].attributes)}. Set it at put, "
-        "add a quota for it, or drop with invalid='drop'."
+        f"{_who(table)} {what}, {why}; its attributes are {dict(table[0].attributes)}. Set it at put, add it to the "
+        "quotas or their support, or drop such groups with invalid='drop'."
     )
 
 

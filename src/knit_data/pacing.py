@@ -112,15 +112,20 @@ class RolloutPacer:
         with self._lock:
             if self._closed:
                 return
-            flight = self._flights.pop(launch.group, None)
+            flight = self._flights.get(launch.group)
             if flight is None:
                 raise UsageError(
                     f"launch {launch.group!r} is not in flight here; call done once, on the pacer that gave it out."
                 )
             now, outlook = self.store.backend.now(), self.store.outlook()
+            del self._flights[launch.group]
+            try:
+                self._publish()
+            except BaseException:  # to be done again
+                self._flights[launch.group] = flight
+                raise
             self._landed.append((flight.combination, outlook.seen if outlook else 0, now))
             self._launching.took(flight.combination, now - flight.began)
-            self._publish()
 
     def close(self) -> None:
         """Nothing is in flight here any more; next raises UsageError from now on."""
@@ -163,7 +168,11 @@ class RolloutPacer:
         attributes = dict(zip(outlook.attributes, combination, strict=True))
         launch = Launch(attributes, f"{self.share[0]}-{self._session}-{self._count:06d}")
         self._flights[launch.group] = _Flight(launch, combination, version, now)
-        self._publish()
+        try:
+            self._publish()
+        except BaseException:  # nobody got it
+            del self._flights[launch.group]
+            raise
         return launch, ""
 
     def _coming(self, outlook: Outlook, now: float) -> Counter[Combination]:

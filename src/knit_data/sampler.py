@@ -92,8 +92,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self.policy = groups or GroupPolicy()
         if self.policy.incomplete == "drop" and self.staleness is None and group_size != 1:
             raise InvalidArgument(
-                "GroupPolicy(incomplete='drop') is for groups of lone puts, which need max_staleness: without it, repeats "
-                "of lone puts cannot be recognised. Set max_staleness, or use put_group and leave incomplete='wait'."
+                "GroupPolicy(incomplete='drop') is for groups of lone puts, which need max_staleness: without it, "
+                "repeats of them cannot be recognised. Set max_staleness, or use put_group and incomplete='wait'."
             )
         self.max_tokens = self.policy.max_tokens
         QuotaSeats(self.quotas, train_batch_size, None, mini_batch_size)  # refuses quotas that cannot add up
@@ -206,6 +206,9 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         except Exception as e:  # rows may have been read and not kept: going on would lose them
             self._failure = e
             raise
+        except BaseException:  # as Ctrl-C in a user's function
+            self._failure = UsageError("the sampler was interrupted while it read; build a new one from a state.")
+            raise
 
     def tend(self) -> None:
         """Between admissions: read what has come, so that launchers see it counted. Errors wait for the next."""
@@ -246,8 +249,11 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             if self._waits and self._flights.look():
                 self.stream.hurry()  # what has landed must not lose its seat because its rows were not looked for
             self._drain()
+            if self._intake.late(clock.now()):
+                self.stream.hurry()  # its members may be there, in the segments of a writer that is seldom looked at
+                self._drain()
             self._intake.expire(clock.now())
-        chosen = admission.choose(self._held())
+        chosen = admission.choose(self._held(), thorough=self.stream.ended)
         if chosen is not None:
             return self._commit(chosen)
         changed, self._starving = needed != self._starving, needed
@@ -264,9 +270,9 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         elif now - self._waiting_since > self.timeout:
             raise WaitTimeout(
                 f"no mini-batch could be admitted for {self.timeout:g} s: {self.explain()} Are the rollout workers "
-                "alive, do they launch what store.demand() asks for (a RolloutPacer does), and do they have the weights of published version "
-                f"{self.stream.store.policy_version()}? Raise timeout to wait longer; call store.seal() when no more "
-                "will come."
+                "alive, do they launch what store.demand() asks for (a RolloutPacer does), and do they have the "
+                f"weights of published version {self.stream.store.policy_version()}? Raise timeout to wait longer; "
+                "call store.seal() when no more will come."
             )
         if timeout > 0:
             self._take(timeout)

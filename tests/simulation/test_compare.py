@@ -19,14 +19,15 @@ def test_rows_are_means_over_seeds_against_the_first() -> None:
     rows = compare(SHORT, 2, told.append)
     assert [row["policy"] for row in rows] == [
         "train-batch",
+        "train-batch, 1 ahead",
         "train-batch, paced",
         "colocated",
         "unchecked",
         "constraint-preserving",
         "constraint-preserving, paced",
     ]
-    assert told[:3] == ["train-batch, seed 1 of 2", "train-batch, seed 2 of 2", "train-batch, paced, seed 1 of 2"]
-    assert len(told) == 12
+    assert told[:3] == ["train-batch, seed 1 of 2", "train-batch, seed 2 of 2", "train-batch, 1 ahead, seed 1 of 2"]
+    assert len(told) == 14
     base = [simulate(SHORT, "train-batch", seed=seed) for seed in range(2)]
     ours = [simulate(SHORT, "constraint-preserving", True, seed) for seed in range(2)]
     first, last = rows[0], rows[-1]
@@ -36,15 +37,15 @@ def test_rows_are_means_over_seeds_against_the_first() -> None:
     assert last["cycle_ratio"] == pytest.approx(sum(r.cycle_seconds for r in ours) / sum(r.cycle_seconds for r in base))
     assert last["max"] == max(r.max for r in ours)
     assert (last["bound"], last["bounds"]) == (32 / 512, {"C/B": 32 / 512, "1/M": 1 / 16})
-    assert rows[2]["bound"] == 0.0 and rows[2]["staleness"] == 0.0
+    assert rows[3]["bound"] == 0.0 and rows[3]["staleness"] == 0.0
     assert all(row["identity_error"] < 1e-9 for row in rows)
 
 
 def test_slack_is_measured_against_exact_quotas_too() -> None:
     rows = compare(replace(SHORT, slack=3), 1)
-    assert [row["policy"] for row in rows[:2]] == ["train-batch", "train-batch, slack 3"]
+    assert [row["policy"] for row in rows[:3]] == ["train-batch", "train-batch, 1 ahead", "train-batch, slack 3"]
     assert rows[0]["staleness"] == simulate(SHORT, "train-batch").staleness
-    assert rows[1]["staleness"] == simulate(replace(SHORT, slack=3), "train-batch").staleness
+    assert rows[2]["staleness"] == simulate(replace(SHORT, slack=3), "train-batch").staleness
 
 
 def test_a_run_that_cannot_go_on_is_seen() -> None:

@@ -17,8 +17,8 @@ PACED = "constraint-preserving, paced"
 
 def compare(scenario: Scenario, seeds: int = 3, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
     """All policies side by side, means over seeds 0, 1, ...; ``reduction`` is that of mean staleness against the
-    first row: train-batch admission with exact quotas, launched in the order of the mix. More such rows: with less launched
-    ahead, and with the same slack. ``tell`` gets a line before each run."""
+    first row: train-batch admission with exact quotas, launched in the order of the mix. More such rows: with less
+    launched ahead, and with the same slack. ``tell`` gets a line before each run."""
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
         raise InvalidArgument(f"seeds must be an int of at least 1, found {seeds!r}.")
     exact = replace(scenario, slack=0)

@@ -20,6 +20,7 @@ import numpy as np
 from knit_data.errors import InvalidArgument
 from knit_data.quotas import Quotas
 
+_SCARCE = 1e-3  # share of groups that must be left after filters and failures
 _CUT = 8.0  # a lognormal response takes at most so many times the mean
 
 
@@ -28,9 +29,9 @@ class Source:
     """Prompts of one kind: ``groups`` of a train batch, and how long a response takes.
 
     ``seconds``: the mean of a lognormal law whose logarithm has deviation ``sigma``, cut at 8 times the mean; or
-    ``quantiles``: measured (probability, seconds) pairs in rising order, straight lines between them, as those of a
-    run's lengths over tokens per second; beyond the first and the last, their seconds. ``keep``: share of complete groups that a filter keeps. ``fail``: share of
-    responses that never come, so that their group is dropped.
+    ``quantiles``: measured (probability, seconds) pairs in rising order, straight lines between them, as
+    those of a run's lengths over tokens per second. ``keep``: share of complete groups that a filter keeps. ``fail``:
+    share of responses that never come, so that their group is dropped.
 
     >>> Source(32, seconds=15.0).mean()
     15.0
@@ -105,10 +106,10 @@ class Scenario:
 
     ``slots``: responses generated at the same time. ``mini_batches``: optimizer steps of a train batch, M. ``rho``:
     seconds that the trainer needs for a train batch over those that the slots need: above 1 the trainer is the
-    bottleneck; ``step_seconds`` instead sets the seconds of an optimizer step. ``slack``: groups that each source's quota may be
-    off, both ways; 0: exact quotas. ``launch_ahead``: train batches that unpaced launching may be ahead (AReaL's
-    gate). ``publish``: weights go out after each "train_batch" or "mini_batch". ``max_staleness``: in train batches;
-    None: no bound. ``batches`` are measured, after ``warmup`` others.
+    bottleneck; ``step_seconds`` instead sets the seconds of an optimizer step. ``slack``: groups that each source's
+    quota may be off, both ways; 0: exact quotas. ``launch_ahead``: train batches that unpaced launching may be ahead
+    (AReaL's gate). ``publish``: weights go out after each "train_batch" or "mini_batch". ``max_staleness``: in train
+    batches; None: no bound. ``batches`` are measured, after ``warmup`` others.
     """
 
     sources: Mapping[str, Source]
@@ -152,6 +153,12 @@ class Scenario:
             raise InvalidArgument(f"Scenario publish_seconds must be at least 0, found {self.publish_seconds!r}.")
         if self.publish not in ("train_batch", "mini_batch"):
             raise InvalidArgument(f"Scenario publish must be 'train_batch' or 'mini_batch', found {self.publish!r}.")
+        scarce = [n for n, x in self.sources.items() if x.keep * (1 - x.fail) ** self.group_size < _SCARCE]
+        if scarce:
+            raise InvalidArgument(
+                f"Scenario: less than 1 in {1 / _SCARCE:.0f} groups of {scarce[0]!r} would be left by keep and fail, "
+                f"with {self.group_size} responses each; no run would end. Raise keep or lower fail."
+            )
         if self.groups % self.mini_batches:
             raise InvalidArgument(
                 f"{self.groups} groups of a train batch cannot be cut into {self.mini_batches} mini-batches of the "

@@ -23,6 +23,7 @@ from knit_data.trajectory import Media, MediaRef, Trajectory
 
 D = TypeVar("D", bound=Demand)
 
+_LAUNCHERS = 1024
 _RECLAIM = ("commit", "consumed", "never")
 
 
@@ -104,7 +105,7 @@ class TrajectoryStore(Catalogue):
         """All that launcher i of n has in flight; ``share`` is (i, n). Call it after the rows of what is done are
         there, so that every group is seen in flight or in its rows."""
         index, count = share if isinstance(share, tuple) and len(share) == 2 else (None, None)
-        if not (type(index) is int and type(count) is int and 0 <= index < count):
+        if not (type(index) is int and type(count) is int and 0 <= index < count <= _LAUNCHERS):
             raise InvalidArgument(f"publish_in_flight needs launcher i of n as (i, n), 0 <= i < n, found {share!r}.")
         self._beat += 1
         data = {"beat": self._beat, "launches": [[x.group, dict(x.attributes), x.version] for x in launches]}
@@ -135,6 +136,8 @@ class TrajectoryStore(Catalogue):
         count = self.register("launchers")
         if not count:
             return None
+        if count > _LAUNCHERS:
+            raise CorruptData(f"{self.url}: registers/launchers says {count}, at most {_LAUNCHERS} are served.")
         out = []
         for key in (f"registers/inflight.{i}" for i in range(count)):
             data = self._json(key) or {"beat": 0, "launches": []}
