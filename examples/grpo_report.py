@@ -38,13 +38,9 @@ class Trained:
 class Replayed:
     """A group as admission sees it."""
 
-    name: str
+    key: int  # by its completion
     combination: tuple[str, ...]
     version: int
-
-    @property
-    def key(self) -> int:
-        return hash(self.name)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -177,7 +173,8 @@ class Report:
 
     def replay(self) -> list[list[float]]:
         """Staleness of each train batch's groups, had training waited for whole train batches: the same rollouts at
-        their recorded times, the measured times of steps and publishes, versions as they would have been published."""
+        their recorded times, the measured times of steps and publishes, versions as they would have been published.
+        They were launched for our trainer, late; a launcher of its own would have made it older."""
         sizes = Sizes(self.train_batch, self.train_batch)
         admission: Admission[Replayed] = Admission(sizes, kd.Quotas({"source": self.quotas}), None)
         coming = sorted(self.put.items(), key=lambda item: item[1]["end"], reverse=True)
@@ -191,10 +188,10 @@ class Report:
             while (chosen := admission.choose()) is None or (coming and coming[-1][1]["end"] <= now):
                 if not coming:
                     return out
-                name, event = coming.pop()
+                _, event = coming.pop()
                 now = max(now, event["end"])
                 version = sum(t <= event["start"] for t in publishes)
-                admission.offer(Replayed(name, (event["source"],), version))
+                admission.offer(Replayed(-len(coming), (event["source"],), version))
             admission.commit(chosen)
             batch = len(out)
             out.append([float(batch - group.version) for group in chosen])
@@ -225,9 +222,9 @@ class Report:
         same = [self.excess(group) / self.steps for group in everything if group.train_batch < len(replayed)]
         old, new = mean([a for batch in replayed for a in batch]), mean(same)
         lines += [
-            f"train-batch admission of the same rollouts, replayed: {old:.2f} train batches stale; here {new:.2f}"
-            + (f", {1 - new / old:.0%} less" if old else "")
-            + f" ({len(replayed)} train batches that it could have trained)",
+            f"train-batch admission of the same rollouts at the same times, replayed: {old:.2f} train batches stale "
+            f"over its {len(replayed)} train batches; here {new:.2f} over the same"
+            + (f", {1 - new / old:.0%} less" if old else ""),
             f"groups: {len(self.stored)} stored = {len(self.trained)} trained" + (f" + {fates}" if fates else ""),
             f"bytes: {self.bytes_stored:,} stored, {int(sum(s['bytes_read'] for s in self.stats)):,} read by "
             f"{len(self.stats)} ranks; rank 0 waited {self.stats[0]['wait_s']:.1f} s in the loader",

@@ -231,6 +231,43 @@ def test_the_time_out_starts_anew_with_every_mini_batch_and_runs_only_when_neede
         made.admit(0.0)
 
 
+def test_the_pace_is_learned_from_reading_ahead() -> None:
+    """Groups come just in time: looked for too early, and there when the trainer needs them."""
+    clock = ManualClock()
+    store = memory(clock)
+    writer = store.writer("w")
+    made = sampler(store, group_size=1)
+    for g in range(4):
+        assert made.admit(0.0, needed=False) is None
+        writer.put_group(group(f"a{g}", 2))
+        clock.advance(0.5)
+        assert made.admit(0.0, needed=False) is not None
+        clock.advance(9.5)
+    seen = store.outlook()
+    assert seen is not None and seen.pace == 10.0 and not seen.starving
+    assert made.admit(0.0) is None
+    seen = store.outlook()
+    assert seen is not None and seen.starving, "now it waits"
+
+
+def test_surplus_counts_from_a_resume_on() -> None:
+    store = memory()
+    writer = store.writer("w")
+    arguments = {"quotas": {"source": {"math": 4, "code": 4}}, "group_size": 1}
+    made = sampler(store, **arguments)
+    writer.put_group(group("m", 4))
+    for _ in range(2):
+        made.next()
+    state = made.get_state()
+    again = sampler(store, **arguments)
+    again.reset(state)
+    writer.put_group(group("c", 4, "code"))
+    for _ in range(2):
+        again.next()
+    seen = store.outlook()
+    assert seen is not None and seen.surplus == {}, "exact quotas leave none"
+
+
 def test_demand_follows() -> None:
     clock = ManualClock()
     store = memory(clock)
