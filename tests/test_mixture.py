@@ -601,7 +601,7 @@ def admit(quotas: Quotas, size: int, mini: int, arrivals: Sequence[Combination])
         made.offer(Waiting(i, combination))
         if len(made.waiting) >= mini and i % 5 == 4 and (chosen := made.choose()):
             made.commit(chosen)
-            made.needs()
+            made.plan()
     return made.seats.size - made.seats.left
 
 
@@ -630,4 +630,4 @@ def test_a_window_over_four_thousand_groups(mini: int, window: int) -> None:
         assert chosen is not None
         made.commit(chosen)
     assert made.seats.left == 4096 - steps * mini and not made.waiting
-    assert sum(made.needs()[1].values()) == made.seats.left
+    assert sum(made.plan().values()) == made.seats.left

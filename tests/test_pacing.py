@@ -53,8 +53,8 @@ def test_what_the_open_train_batch_needs_is_launched_and_no_more_without_a_reaso
         assert launch is not None
         pacer.done(launch)
     assert pacer.in_flight == 0
-    with pytest.raises(kd.WaitTimeout, match=r"nothing was launched for 4 s: the trainer has enough for train batch 0"):
-        pacer.next(4.0)
+    with pytest.raises(kd.WaitTimeout, match=r"nothing was launched for 2 s: the trainer has enough for train batch 0"):
+        pacer.next(2.0)
     store.publish_demand(outlook(waiting={A: 4, B: 4}, steps_left=1, starving=True))
     assert pacer.next(0.0) is not None, "nothing is held back while the trainer starves"
 
@@ -71,8 +71,25 @@ def test_a_done_group_counts_until_the_trainer_has_seen_it() -> None:
         store.publish_demand(outlook(seats={A: 1}, mix={A: 8}, **changed))
         with pytest.raises(kd.WaitTimeout):
             pacer.next(0.0)
-    store.publish_demand(outlook(seats={A: 1}, mix={A: 8}, seen=1))  # and dropped it, or it would be waiting
+    store.publish_demand(outlook(seats={A: 1}, mix={A: 8}, recent=(launch.group,)))  # dropped, or it would wait
     assert pacer.next(0.0) is not None
+
+
+def test_a_group_that_was_seen_before_it_was_done_does_not_count_twice() -> None:
+    store = memory(ManualClock())
+    made = sampler(store, train_batch_size=4, mini_batch_size=4, quotas={"source": {"math": 4}}, max_staleness=0)
+    assert made.admit(0.0) is None
+    pacer, writer = kd.RolloutPacer(store, capacity=2), store.writer("w")
+    for _ in range(2):
+        launches = [pacer.next(0.0), pacer.next(0.0)]
+        for launch in launches:
+            assert launch is not None
+            writer.put_group(group(launch.group))
+        admitted = made.admit(1.0) or made.admit(1.0)  # reads them
+        for launch in launches:
+            assert launch is not None
+            pacer.done(launch)
+    assert admitted is not None
 
 
 def test_each_done_group_is_seen_for_itself() -> None:
@@ -82,7 +99,7 @@ def test_each_done_group_is_seen_for_itself() -> None:
     for launch in [pacer.next(0.0), pacer.next(0.0)]:
         assert launch is not None
         pacer.done(launch)
-    store.publish_demand(outlook(seats={A: 2}, mix={A: 8}, seen=1))
+    store.publish_demand(outlook(seats={A: 2}, mix={A: 8}, recent=("elsewhere", launch.group)))
     assert pacer.next(0.0) is not None
     with pytest.raises(kd.WaitTimeout):
         pacer.next(0.0)
@@ -97,7 +114,7 @@ def test_a_launch_that_comes_to_nothing_is_replaced() -> None:
     launch = pacer.next(0.0)
     assert launch is not None
     pacer.done(launch)
-    assert pacer.next(10.0) is not None and clock.now() < 6
+    assert pacer.next(10.0) is not None and clock.now() < 4
 
 
 def test_a_launcher_that_ends_or_dies_has_nothing_in_flight() -> None:

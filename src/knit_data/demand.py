@@ -19,7 +19,7 @@ Amounts = Mapping[Combination, float]
 _AMPLE = 0.02  # share of time that a trainer may wait and still be what limits the run
 _MEMORY = 0.95  # of how much it waited, a step
 _STEPS = 17  # that a pace is the median of
-_RECENT = 64  # groups that a yield is estimated from
+_RECENT = 64  # groups that are named, and that a yield is estimated from
 
 
 def _whole(value: Any) -> int:
@@ -86,7 +86,7 @@ class Outlook(Demand):
     a step takes when nothing is waited for; None: not known yet. ``starving``: the trainer waits for groups.
     ``closing``: the last step before this train batch still runs, so that what starts now starts with weights that
     are about to be old. ``limit``: optimizer steps that a group may be older than its train batch's start; None: no
-    bound. ``seen``: groups that have come since the sampler started, dropped ones included.
+    bound. ``recent``: names of the groups that came last, dropped ones included.
     """
 
     attributes: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Outlook(Demand):
     starving: bool = True
     closing: bool = False
     limit: int | None = None
-    seen: int = 0
+    recent: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outlook:
@@ -140,7 +140,7 @@ def outlook_of(admission: Admission[C], pace: Pace, starving: bool, yields: Yiel
         starving,
         closing,
         None if rule is None else rule.steps(sizes.clock),
-        yields.seen if yields else 0,
+        tuple(yields.recent) if yields else (),
     )
 
 
@@ -171,14 +171,15 @@ class Pace:
 
 
 class Yields:
-    """How many groups have come, and by combination the share that was not dropped for what it is."""
+    """Which groups came last, and by combination the share that was not dropped for what it is."""
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.recent: deque[str] = deque(maxlen=_RECENT)
         self._fates: dict[Combination, deque[bool]] = {}
 
-    def add(self, combination: Combination, kept: bool) -> None:
-        self.seen += 1
+    def add(self, combination: Combination, kept: bool, name: str | None = None) -> None:
+        if name is not None:
+            self.recent.append(name)
         self._fates.setdefault(combination, deque(maxlen=_RECENT)).append(kept)
 
     def shares(self) -> dict[Combination, float]:

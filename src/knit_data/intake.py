@@ -110,7 +110,7 @@ class Intake:
                 self._drop(outcome)
             elif self._keeps(outcome):
                 self.admission.offer(outcome)
-                self.yields.add(outcome.combination, True)
+                self.yields.add(outcome.combination, True, outcome.name)
             else:
                 self._drop(Dropped("filtered", outcome.table, outcome.name))
 
@@ -159,7 +159,7 @@ class Intake:
                 return
             self.gone[combination, drop.reason] = self.gone.get((combination, drop.reason), 0) + 1
             if drop.reason not in ("stale", "abandoned"):  # for what it is, whenever it comes
-                self.yields.add(combination, False)
+                self.yields.add(combination, False, drop.name)
 
     # -- asking -----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import math
 import sys
 import threading
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ from knit_data.store.store import InFlight, TrajectoryStore
 _LOOK = 0.02  # seconds between two looks at what the trainer wants; doubled while nothing changes
 _SLOWEST = 0.1
 _BEAT = 60.0  # seconds after which a waiting launcher says that it lives
-_LOST = 5.0  # seconds after which a group that was done and is not seen by the trainer came to nothing
+_LOST = 3.0  # seconds after which a group that was done and is not seen by the trainer came to nothing
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,11 @@ class RolloutPacer:
     others have, so that together they may overshoot by a group each. What the open train batch still needs is never
     held back, and nothing is while the trainer starves, except what would be too stale at its turn.
 
-    Threads may call ``next`` and ``done`` at the same time. A launch that comes to nothing is done, too. A launcher
-    that ends is closed (it is a context manager): what it had in flight is forgotten, as it is when it restarts, or
-    has said nothing for ten minutes. It speaks with every launch and ``done``, and once a minute inside ``next``.
+    Name a group as its launch says: so the pacer learns at once that the trainer has it; else it counts as coming for
+    three seconds after ``done``. Threads may call ``next`` and ``done`` at the same time. A launch that comes to
+    nothing is done, too. A launcher that ends is closed (it is a context manager): what it had in flight is forgotten,
+    as it is when it restarts, or has said nothing for ten minutes. It speaks with every launch and ``done``, and once a
+    minute inside ``next``.
 
     Raises InvalidArgument for a capacity below 1 or a share that is not 0 <= i < n; later, StoreError if the store
     cannot be read, after which it may be asked again.
@@ -79,8 +81,7 @@ class RolloutPacer:
         self.store, self.capacity, self.share = store, capacity, share
         self._launching, self._others, self._lock = Launching(), Flights(store), threading.Lock()
         self._flights: dict[str, _Flight] = {}  # by group
-        # done, and not counted by the trainer yet: with the groups that it had seen by then, and when
-        self._landed: deque[tuple[Combination, int, float]] = deque()
+        self._landed: dict[str, tuple[Combination, float]] = {}  # done, and not seen by the trainer yet: since when
         self._session, self._count = uuid.uuid4().hex[:8], 0
         self._closed, self._spoke = False, -math.inf
         self._publish()
@@ -117,14 +118,14 @@ class RolloutPacer:
                 raise UsageError(
                     f"launch {launch.group!r} is not in flight here; call done once, on the pacer that gave it out."
                 )
-            now, outlook = self.store.backend.now(), self.store.outlook()
+            now = self.store.backend.now()
             del self._flights[launch.group]
             try:
                 self._publish()
             except BaseException:  # to be done again
                 self._flights[launch.group] = flight
                 raise
-            self._landed.append((flight.combination, outlook.seen if outlook else 0, now))
+            self._landed[launch.group] = flight.combination, now
             self._launching.took(flight.combination, now - flight.began)
 
     def close(self) -> None:
@@ -177,11 +178,12 @@ class RolloutPacer:
 
     def _coming(self, outlook: Outlook, now: float) -> Counter[Combination]:
         """By combination: in flight here and elsewhere, and landed here but not yet seen by the trainer."""
-        while self._landed and (outlook.seen > self._landed[0][1] or now - self._landed[0][2] >= _LOST):
-            seen = self._landed.popleft()[1] + 1
-            self._landed = deque((c, max(before, seen), at) for c, before, at in self._landed)
+        recent = set(outlook.recent)
+        gone = [g for g, (_, at) in self._landed.items() if g in recent or now - at >= _LOST]
+        for group in gone:
+            del self._landed[group]
         counts = Counter(flight.combination for flight in self._flights.values())
-        counts.update(combination for combination, _, _ in self._landed)
+        counts.update(combination for combination, _ in self._landed.values())
         if self.share[1] > 1:
             self._others.look(at_once=True)
             for other in self._others.launches or ():
