@@ -91,7 +91,7 @@ class RolloutPacer:
 
         Raises WaitTimeout, which says why it held back, after ``timeout`` seconds.
         """
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout) or timeout < 0:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise InvalidArgument(f"timeout must be at least 0 seconds, found {timeout!r}.")
         clock, pause = self.store.backend, _LOOK
         deadline = clock.now() + min(timeout, sys.float_info.max)
