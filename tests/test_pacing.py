@@ -272,6 +272,35 @@ def test_a_store_that_disappears_is_named_and_the_pacer_can_go_on() -> None:
         pacer.next(0.0)
 
 
+def test_a_register_that_cannot_be_written_loses_no_launch() -> None:
+    name = "pacing-faults"
+    backend = MemoryBackend.named(name, clock=ManualClock())
+    store = kd.TrajectoryStore(f"memory://{name}")
+    store.publish_demand(outlook())
+    pacer = kd.RolloutPacer(store, capacity=1)
+    gone = kd.Unreachable("the store is gone")
+    backend.faults.append(Fault("put", "registers/inflight.0", error=gone))
+    with pytest.raises(kd.Unreachable):
+        pacer.next(0.0)
+    assert pacer.in_flight == 0
+    launch = pacer.next(0.0)
+    assert launch is not None
+    backend.faults.append(Fault("put", "registers/inflight.0", error=gone))
+    with pytest.raises(kd.Unreachable):
+        pacer.done(launch)
+    pacer.done(launch)
+    assert pacer.in_flight == 0 and store.in_flight() == []
+
+
+def test_too_many_launchers_are_refused() -> None:
+    store = memory(ManualClock())
+    with pytest.raises(kd.InvalidArgument, match="launcher i of n"):
+        kd.RolloutPacer(store, share=(0, 10**6))
+    store.backend.put("registers/launchers", b"99999")
+    with pytest.raises(kd.CorruptData, match="99999, at most 1024"):
+        store.in_flight()
+
+
 # -- a whole run, on simulated seconds --------------------------------------------------------------------------------
 
 

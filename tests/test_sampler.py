@@ -268,6 +268,51 @@ def test_surplus_counts_from_a_resume_on() -> None:
     assert seen is not None and seen.surplus == {}, "exact quotas leave none"
 
 
+def test_a_member_that_is_there_is_looked_for_before_its_group_is_given_up() -> None:
+    """Its writer was silent for an hour, and would be looked at again much later than the time-out."""
+    clock = ManualClock()
+    store = memory(clock)
+    one, other = store.writer("one"), store.writer("other")
+    other.put_group(group("first", 2))
+    policy = kd.GroupPolicy(incomplete="drop", timeout=10.0)
+    made = sampler(store, group_size=2, max_staleness=1, groups=policy, timeout=1e5)
+    assert made.admit(0.0) is None
+    clock.advance(3600.0)
+    assert made.admit(0.0) is None  # the other writer is looked at again in 36 s
+    halves = group("late", 2)
+    one.put(halves[0])
+    clock.advance(1.0)
+    assert made.admit(0.0) is None
+    other.put(halves[1])
+    clock.advance(11.0)
+    assert made.admit(0.0) is not None and made.dropped() == {}
+
+
+def test_an_interrupt_in_a_users_function_loses_nothing_silently() -> None:
+    store = memory()
+    writer = store.writer("w")
+    for g in range(4):
+        writer.put_group(group(f"g{g}", 4))
+
+    def keep(infos: list[kd.TrajectoryInfo]) -> bool:
+        if infos[0].group == "g2":
+            raise KeyboardInterrupt
+        return True
+
+    made = sampler(store, groups=kd.GroupPolicy(keep=keep))
+    with pytest.raises(KeyboardInterrupt):
+        made.next()
+    with pytest.raises(kd.UsageError, match="was interrupted while it read"):
+        made.next()
+
+
+def test_incomplete_groups_are_of_lone_puts() -> None:
+    policy = kd.GroupPolicy(incomplete="drop", timeout=10.0)
+    with pytest.raises(InvalidArgument, match="need max_staleness"):
+        sampler(memory(), groups=policy)
+    sampler(memory(), groups=policy, max_staleness=2)
+
+
 def test_demand_follows() -> None:
     clock = ManualClock()
     store = memory(clock)

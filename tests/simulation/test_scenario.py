@@ -138,3 +138,8 @@ def test_facts_are_json() -> None:
     assert (facts["mini_batches"], facts["groups"], facts["group_size"], facts["slots"]) == (4, 8, 8, 8)
     assert (facts["publish"], facts["train_seconds"]) == ("train_batch", scenario().train_seconds)
     assert replace(scenario(), slack=1).facts().keys() == facts.keys()
+
+
+def test_what_leaves_nearly_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="less than 1 in 1000 groups of 's' would be left"):
+        Scenario({"s": Source(2, seconds=9.0, keep=0.5, fail=0.9)}, slots=1, mini_batches=1)
