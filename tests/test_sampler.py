@@ -281,7 +281,7 @@ def test_a_member_that_is_there_is_looked_for_before_its_group_is_given_up() -> 
     assert made.admit(0.0) is None  # the other writer is looked at again in 36 s
     halves = group("late", 2)
     one.put(halves[0])
-    clock.advance(1.0)
+    clock.advance(40.0)
     assert made.admit(0.0) is None
     other.put(halves[1])
     clock.advance(11.0)
