@@ -244,7 +244,7 @@ def test_mixed_attributes_among_lone_rows() -> None:
     [
         ({}, "has no attribute 'source', which the quotas count; its attributes are {}"),
         ({"kind": "x"}, "has no attribute 'source', which the quotas count; its attributes are {'kind': 'x'}"),
-        ({"source": "web"}, "has 'web' as attribute 'source', which the quotas count"),
+        ({"source": "web"}, "has 'web' as attribute 'source', which no quota names"),
     ],
 )
 def test_attributes_that_no_quota_counts(attributes: dict[str, str], text: str) -> None:
