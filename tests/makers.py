@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -80,6 +81,19 @@ def read_through(mini: kd.MiniBatch) -> tuple[int, int, list[str]]:
     """Iterate a mini-batch to its end: index, epoch and the trajectories of this rank."""
     ids = [info.id for micro in mini for info in micro.infos]
     return mini.index, mini.epoch, sorted(ids)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A group as admission sees it."""
+
+    key: int
+    combination: tuple[str, ...]
+    version: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.version, self.key
 
 
 _numbers = count()

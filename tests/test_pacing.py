@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from makers import group, memory, sampler
+from makers import Waiting, group, memory, sampler
 
 import knit_data as kd
 from knit_data.admission import Admission, Sizes
@@ -166,17 +166,6 @@ def test_attributes_that_combine_never_stall() -> None:
             else:
                 pair = rng.choice("abc"), rng.choice("xyz")
             made.offer(Waiting(next(number), pair, made.progress.train_batch * 4))
-
-
-@dataclass(frozen=True)
-class Waiting:
-    key: int
-    combination: tuple[str, ...]
-    version: int
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.version, self.key
 
 
 def test_before_the_trainer_and_after_the_end() -> None:

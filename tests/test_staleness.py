@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import combinations, count, product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from makers import Waiting
 
 from knit_data.admission import Admission, Sizes
 from knit_data.errors import InvalidArgument
@@ -168,14 +168,3 @@ def test_oldest_first_loses_no_train_batch_to_expiry(data: st.DataObject) -> Non
             break
         made.commit(chosen)
     assert made.progress.train_batch == most_batches(pools, quotas, limit)
-
-
-@dataclass(frozen=True)
-class Waiting:
-    key: int
-    combination: tuple[str, ...]
-    version: int
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.version, self.key
