@@ -181,9 +181,9 @@ class Admission(Generic[C]):
             for _ in range(min(count, seats.left)):
                 seats.reserve(combination)
         chosen = self._oldest_that_fit(seats.copy())
-        if chosen is None and not seats.greedy:  # what was launched for the plan fits together
-            chosen = self._oldest_that_fit(seats.copy(), self.plan())
-            chosen = chosen or self._search(seats, _THOROUGH if thorough else _LOOKS)
+        if chosen is None and not seats.greedy:
+            chosen = self._search(seats.copy(), _THOROUGH if thorough else _LOOKS)
+            chosen = chosen or self._oldest_that_fit(seats, self.plan())  # what was launched for it fits together
         self._hopeless = chosen is None and not held
         return chosen
 

@@ -54,7 +54,12 @@ class Catalogue:
 
     def _identify(self) -> str:
         made = {"format": _FORMAT, "id": uuid.uuid4().hex}
-        if self.backend.get("format.json") is None and self.exists(["schema.json", "writers/0.json"]) != [False, False]:
+
+        def missing() -> bool:
+            return self.backend.get("format.json") is None
+
+        # asked again: another may have made the store in between
+        if missing() and any(self.exists(["schema.json", "writers/0.json"])) and missing():
             raise CorruptData(f"{self.url}: format.json is missing, though there is a store; restore it.")
         self.backend.create("format.json", [json.dumps(made).encode()])
         found = self._json("format.json") or {}
