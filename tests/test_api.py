@@ -27,6 +27,15 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "writer.put": (kd.StoreWriter.put, {"trajectory": REQUIRED, "timeout": 1800.0}),
     "writer.put_group": (kd.StoreWriter.put_group, {"trajectories": REQUIRED, "timeout": 1800.0}),
     "Demand": (kd.Demand, {"train_batch": 0, "deficits": dict, "free": 0}),
+    "Quotas": (kd.Quotas, {"mapping": None, "support": None, "mini_window": None}),
+    "RolloutPacer": (kd.RolloutPacer, {"store": REQUIRED, "capacity": 64, "share": (0, 1)}),
+    "pacer.next": (kd.RolloutPacer.next, {"timeout": 1800.0}),
+    "pacer.done": (kd.RolloutPacer.done, {"launch": REQUIRED}),
+    "Launch": (kd.Launch, {"attributes": REQUIRED, "group": REQUIRED}),
+    "simulate": (
+        kd.simulate,
+        {"scenario": REQUIRED, "admission": "constraint-preserving", "pacing": False, "seed": 0},
+    ),
     "Media": (kd.Media, {"tensors": REQUIRED, "tokens": REQUIRED, "kind": "image", "patches": None}),
     "MediaRef": (kd.MediaRef, {"media": REQUIRED, "spans": REQUIRED}),
     "Trajectory": (

@@ -27,11 +27,12 @@ class Around:
 
 def explain(admission: Admission[C], around: Around) -> str:
     """What the open mini-batch needs, what is there, and first of all what is short."""
-    p, sizes, seats = admission.progress, admission.sizes, admission.seats.fresh()
+    p, sizes = admission.progress, admission.sizes
     if around.ended:
         return f"the stream has ended: {around.left_over} groups are left over."
     if p.epoch:
         return f"train batch {p.train_batch}, pass {p.epoch + 1}: trains groups that are there already."
+    seats = admission.seats.fresh()  # asking the live ones moves them
     waiting = Counter(group.combination for group in list(admission.waiting.values()))  # a thread may be admitting
     lines = sorted(seats.lines(), key=lambda line: _missing(line, waiting) <= 0)
     short = [f"{n} {line.label}" for line in lines if (n := _missing(line, waiting)) > 0]

@@ -76,10 +76,6 @@ class Intake:
         table = InfoTable.concat([self._cut(head).take(rows) for head, rows in stored(self.store, runs)])
         return Group(self._name(table), table, (), int(table.columns["policy_version"].min()), 0)
 
-    def late(self, now: float) -> bool:
-        """Whether a group has waited too long for its members."""
-        return self.assembler.late(now)
-
     def expire(self, now: float) -> None:
         """Drop what the staleness bound excludes from now on, and what waited too long for its members."""
         admission = self.admission

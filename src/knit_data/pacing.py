@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from knit_data.demand import Outlook
 from knit_data.errors import InvalidArgument, UsageError, WaitTimeout
 from knit_data.flights import Flights
+from knit_data.groups import combination_of
 from knit_data.launching import Launching
 from knit_data.quotas import Combination
 from knit_data.store.store import InFlight, TrajectoryStore
@@ -188,7 +189,7 @@ class RolloutPacer:
             self._others.look(at_once=True)
             for other in self._others.launches or ():
                 if not other.group.startswith(f"{self.share[0]}-"):
-                    counts[tuple(other.attributes.get(a, "") for a in outlook.attributes)] += 1
+                    counts[combination_of(other.attributes, outlook.attributes)] += 1
         return counts
 
     def _publish(self) -> None:

@@ -249,7 +249,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             if self._waits and self._flights.look():
                 self.stream.hurry()  # what has landed must not lose its seat because its rows were not looked for
             self._drain()
-            if self._intake.late(clock.now()):
+            if self._intake.assembler.late(clock.now()):
                 self.stream.hurry()  # its members may be there, in the segments of a writer that is seldom looked at
                 self._drain()
             self._intake.expire(clock.now())
