@@ -421,7 +421,7 @@ def test_a_worked_example() -> None:
     seats.admit(("code",))
     assert (seats.deficits(), seats.free()) == ({("math",): 4, ("vqa",): 1}, 1)
     seats.admit(("web",))
-    admissible = {c[0] for c in seats.bounds if seats.admissible(c)}
+    admissible = {line.label for line in seats.lines() if seats.admissible(line.values)}
     assert admissible == {"math", "vqa"}, "the last five seats are reserved: 4 math, 1 vqa"
     with pytest.raises(InvalidArgument, match="no seat is left for web"):
         seats.admit(("web",))

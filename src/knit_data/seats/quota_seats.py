@@ -80,13 +80,6 @@ class QuotaSeats:
         if self.left < 0 or not all(part.feasible for part in self._parts):
             self._refuse()
 
-    @property
-    def bounds(self) -> dict[Combination, Bounds]:
-        """Of single combinations: the values of the one attribute, else what the support bounds."""
-        if len(self.attributes) == 1:
-            return {(value,): bound for value, bound in self._bounds[self.attributes[0]].items()}
-        return dict(self._cells)
-
     def copy(self) -> QuotaSeats:
         twin = object.__new__(QuotaSeats)
         twin.__dict__.update(self.__dict__, counts=dict(self.counts), _parts=[part.copy() for part in self._parts])
