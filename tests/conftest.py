@@ -19,6 +19,8 @@ from places import Place, place_of
 settings.register_profile("knit", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("knit")
 
+torch.set_num_threads(1)  # the tensors here are tiny, and threads that wait for each other take minutes
+
 JOIN_SECONDS = 10  # for a thread that is on its way out; one that is not fails the test all the same
 
 

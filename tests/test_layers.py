@@ -16,14 +16,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "infos", "errors"),
     (
         *("quotas", "seats", "staleness", "policy", "groups", "ledger", "admission"),
-        *("explain", "demand", "launching", "planning", "ops"),
+        *("explain", "demand", "launching", "planning", "layout", "ops"),
     ),
     ("store",),
     (
         *("stream", "truncate", "flights", "intake", "sampler"),
-        *("exchange", "share", "arena", "batch", "collate", "prefetch"),
+        *("exchange", "share", "arena", "media", "batch", "collate", "prefetch"),
     ),
-    ("encoder", "minibatch", "loader", "pacing", "simulation"),
+    ("surroundings", "grad_sync", "features", "minibatch", "encoder", "loader", "pacing", "simulation"),
     ("integrations", "__main__"),
 )
 TOP = len(LAYERS)

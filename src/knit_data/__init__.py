@@ -6,6 +6,7 @@ from knit_data import integrations
 from knit_data.admission import AdmittedMiniBatch
 from knit_data.batch import MicroBatch
 from knit_data.demand import Demand
+from knit_data.encoder import SharedEncoder
 from knit_data.errors import (
     CorruptData,
     InvalidArgument,
@@ -62,6 +63,7 @@ __all__ = [
     "Report",
     "RolloutPacer",
     "Scenario",
+    "SharedEncoder",
     "ShortRead",
     "Source",
     "Staleness",

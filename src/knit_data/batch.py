@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from knit_data.errors import InvalidArgument
 from knit_data.infos import TrajectoryInfo
+from knit_data.media import MediaBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +34,9 @@ class MicroBatch(Mapping[str, Tensor]):
     columns: frozenset[str]  # names with an entry per token
     rows: Tensor  # int32, per slot: which of infos it belongs to; len(infos) on padding
     masked: tuple[str, ...] = ()  # ids whose data was corrupt and is masked out
-    media: tuple[Any, ...] = ()
+    media: MediaBatch = field(default_factory=MediaBatch)
     restarts: bool = True  # position_ids rise by one inside each trajectory and only there
+    model_ids: Tensor | None = None  # input_ids without placeholders that were sampled; None: there are none
 
     def __getitem__(self, name: str) -> Tensor:
         try:
@@ -77,14 +79,29 @@ class MicroBatch(Mapping[str, Tensor]):
         filled = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
         return filled.index_select(0, self.rows).view(*self.tensors["input_ids"].shape, *value.shape[1:])
 
+    def prompts_have(self, token_ids: Iterable[int]) -> Tensor:
+        """Whether any of these ids stands before the first token with a loss of a trajectory: bool, on the device."""
+        ids, rows = self.tensors["input_ids"].reshape(-1), self.rows.long()
+        slots, n = torch.arange(len(ids), device=ids.device), len(self.infos)
+        weighed = torch.where(self.tensors["loss_mask"].reshape(-1) != 0, slots, len(ids))
+        first = torch.full((n + 1,), len(ids), device=ids.device).scatter_reduce(0, rows, weighed, "amin")[rows]
+        prompt = (slots < first) & (first < len(ids)) & (rows < n)
+        found = torch.zeros((), dtype=torch.bool, device=ids.device)
+        for known in token_ids:
+            found = found | ((ids == known) & prompt).any()
+        return found
+
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments for a Hugging Face model.
 
         Packed, a batch dimension of 1 is added and ``position_ids`` that restart keep trajectories apart (there is no
         attention mask). Positions of three axes lead with them, ``[3, B, L]``; packed, the plain ones that restart
-        come first, ``[4, 1, T]``. No labels: the model would shift them again.
+        come first, ``[4, 1, T]``. No labels: the model would shift them again. A sampled placeholder, which no medium
+        fills, is the pad id here: a model that looks for placeholders would put features in the wrong place.
         """
+        self.media.marks.add("inputs")
         ids, positions = self.tensors["input_ids"], self.tensors["position_ids"]
+        ids = ids if self.model_ids is None else self.model_ids
         if positions.ndim > ids.ndim:
             positions = positions.movedim(-1, 0)
             if self.layout == "packed":

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from knit_data.arena import ALIGN, ArenaPool
 from knit_data.batch import MicroBatch
-from knit_data.errors import CorruptData, InvalidArgument, KnitError, ShortRead
+from knit_data.errors import CorruptData, InvalidArgument, InvalidTrajectory, KnitError, ShortRead
 from knit_data.infos import Array, InfoTable, Schema
+from knit_data.layout import Slots, cumulative, labels, lay_out, positions, restarts, spread
+from knit_data.media import MediaBatch, MediaReader, Medium, Timing, pieces_of, slots_of
 from knit_data.ops import gather_ranges
 from knit_data.planning import Layout, Padding
 from knit_data.share import Share
@@ -30,33 +32,7 @@ from knit_data.store.backend import Read
 from knit_data.store.segment import checksum, torch_dtype
 from knit_data.store.store import TrajectoryStore
 
-IGNORE = -100  # the label that cross entropy skips
 ROWS, MASKS = "\0rows", "\0masks"  # fields of our own; no column can have such a name
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Where each trajectory stands: slot ``starts[i] + t`` is token t of row i. Padded slots are b * L + t."""
-
-    lengths: Array  # [n] tokens
-    starts: Array  # [n]
-    extents: Array  # [n] slots, padding included
-    total: int
-    shape: tuple[int, ...]  # (T,) or (B, L)
-
-    @property
-    def full(self) -> bool:
-        return int(self.lengths.sum()) == self.total
-
-
-@dataclass(eq=False)
-class Timing:
-    """What collating cost, in seconds and bytes, summed up by the loader."""
-
-    read_s: float = 0.0
-    verify_s: float = 0.0
-    bytes_read: int = 0
-    masked: int = 0
 
 
 @dataclass(eq=False)
@@ -115,6 +91,9 @@ class Collator:
     pool: ArenaPool = field(default_factory=ArenaPool)
     timing: Timing = field(default_factory=Timing)
 
+    def __post_init__(self) -> None:
+        self._reader = MediaReader(self.store, self.on_corrupt, self.timing)
+
     def __call__(self, share: Share, j: int, fields: frozenset[str] | None = None) -> MicroBatch:
         """Micro-batch j of this share; ``fields`` narrows the loader's own choice for an extra pass."""
         table = share.table.rows(share.ptr[j], share.ptr[j + 1])
@@ -125,8 +104,11 @@ class Collator:
         for place in places.values():
             place.at, size = size, -(-(size + place.nbytes) // ALIGN) * ALIGN
         draft = _Draft(places, *self.pool.lease(size))
-        masked = self._fill(share, table, slots, draft)
-        restarts = _restarts(draft.views["position_ids"], draft.views[ROWS], len(table))
+        new, stand_in = self._reader.read(share, j)
+        masked = self._fill(share, table, slots, draft, self._reader.corrupt_rows(share, table))
+        media = self._media(share, j, table, slots, masked, new, stand_in)
+        model_ids = self._without_strays(share, table, draft.views, media)
+        told_apart = restarts(draft.views["position_ids"], draft.views[ROWS], len(table))
         owner = draft.owner.to(self.device)
         del draft  # its arrays must not outlive this call: the tensors alone hold the lease
         tensors = {n: _tensor(owner, p) for n, p in places.items() if not p.hidden}
@@ -135,12 +117,14 @@ class Collator:
             tensors,
             tuple(table.infos()),
             self.layout,
-            int(np.diff(_cumulative(slots, "packed")).max()),
+            int(np.diff(cumulative(slots, "packed")).max()),
             j + 1 == share.count,
             frozenset(per_token & tensors.keys()),
             _tensor(owner, places[ROWS]),
             tuple(table[i].id for i in masked),
-            restarts=restarts,
+            media,
+            told_apart,
+            None if model_ids is None else torch.from_numpy(model_ids).to(self.device),
         )
 
     # -- what and where ---------------------------------------------------------------------------------------------
@@ -157,7 +141,7 @@ class Collator:
     def _places(self, table: InfoTable, slots: Slots, wanted: Sequence[str]) -> dict[str, _Place]:
         n = len(table)
         out = [_Place("labels", torch.int64, slots.shape), _Place("loss_mask", torch.float32, slots.shape)]
-        out += [_Place("cu_seqlens", torch.int32, (len(_cumulative(slots, self.layout)),))]
+        out += [_Place("cu_seqlens", torch.int32, (len(cumulative(slots, self.layout)),))]
         out += [_Place(ROWS, torch.int32, (slots.total,), hidden=True)]
         if self.layout == "padded":
             out.append(_Place("attention_mask", torch.int64, slots.shape))
@@ -178,8 +162,8 @@ class Collator:
 
     # -- filling ----------------------------------------------------------------------------------------------------
 
-    def _fill(self, share: Share, table: InfoTable, slots: Slots, draft: _Draft) -> list[int]:
-        """Everything into the arena; the rows that were corrupt and are masked."""
+    def _fill(self, share: Share, table: InfoTable, slots: Slots, draft: _Draft, blind: Sequence[int]) -> list[int]:
+        """Everything into the arena; the rows that are masked: corrupt ones, and ``blind`` ones, whose media are."""
         views = draft.views
         ids = views["input_ids"]
         if self.padding.token_id > np.iinfo(ids.dtype).max:
@@ -191,18 +175,20 @@ class Collator:
             ids.reshape(-1)[...] = self.padding.token_id
         rows = views[ROWS]
         rows[...] = len(table)
-        _spread(rows, slots, np.arange(len(table)))
-        masked = self._read(share, table, slots, draft)
+        spread(rows, slots, np.arange(len(table)))
+        masked = sorted({*self._read(share, table, slots, draft), *blind})
+        self.timing.masked += len(masked)
         self._masks(table, slots, views)
         for i in masked:
             self._blank(table.schema, slots, views, i)
         for name in table.value_names:
             if name in views:
                 views[name][...] = table.columns[f"value.{name}"]
-        _labels(views, slots)
-        views["cu_seqlens"][...] = _cumulative(slots, self.layout)
+        flat = {name: view.reshape(-1) for name, view in views.items()}
+        labels(flat["labels"], flat["input_ids"], flat["loss_mask"], rows, len(table))
+        views["cu_seqlens"][...] = cumulative(slots, self.layout)
         if "position_ids" not in table.schema.names:
-            _positions(views["position_ids"].reshape(-1), slots, self.layout)
+            positions(views["position_ids"].reshape(-1), slots, self.layout)
         if "attention_mask" in views:
             views["attention_mask"].reshape(-1)[...] = rows < len(table)
         return masked
@@ -278,12 +264,74 @@ class Collator:
                 f"{self.store.url}: {keys[i]}: {error}; trajectory {table[i].id!r} cannot be trained on. Restore the "
                 "file, or pass on_corrupt='mask'."
             )
-        self.timing.masked += len(bad)
         return sorted(bad)
 
     def _keys(self, share: Share, table: InfoTable) -> list[str]:
         cells = zip(table.columns["writer"].tolist(), table.columns["segment"].tolist(), strict=True)
         return [self.store.segment_key(share.names[w], s) for w, s in cells]
+
+    def _media(
+        self,
+        share: Share,
+        j: int,
+        table: InfoTable,
+        slots: Slots,
+        masked: Sequence[int],
+        new: tuple[Medium | None, ...],
+        stand_in: Medium | None,
+    ) -> MediaBatch:
+        if share.stand_in < 0:
+            return MediaBatch(position=j, mini=share)
+        if self.padding.token_id in share.token_ids:
+            raise InvalidArgument(
+                f"Padding(token_id={self.padding.token_id}) is the placeholder of this mini-batch's media: a model "
+                "could not tell padding from images. Pass the tokenizer's pad id."
+            )
+        pieces, token_ids = pieces_of(share, table, slots.starts, masked)
+        used, which = np.unique(pieces[:, 0], return_inverse=True)
+        digests = tuple(share.table.media.columns["digest"][u].tobytes().hex() for u in used.tolist())
+        return MediaBatch(
+            digests,
+            new,
+            tuple(zip(which.tolist(), pieces[:, 1].tolist(), pieces[:, 2].tolist(), strict=True)),
+            torch.from_numpy(slots_of(pieces)).to(self.device),
+            frozenset(token_ids.tolist()),
+            share.patches[j],
+            share.rank,
+            stand_in,
+            j,
+            share,
+            frozenset(share.token_ids),
+        )
+
+    def _without_strays(
+        self, share: Share, table: InfoTable, views: dict[str, Array], media: MediaBatch
+    ) -> Array | None:
+        """The ids for a model that finds images by their placeholders: a pad id in place of those that were sampled.
+
+        None where there are no such. A placeholder before the first token with a loss was not sampled: its image got
+        lost.
+        """
+        ids, rows = views["input_ids"].reshape(-1), views[ROWS]
+        stray = np.zeros(len(ids), bool)
+        for known in share.token_ids:
+            stray |= ids == known
+        stray &= rows < len(table)
+        stray[media.slots.cpu().numpy()] = False
+        if not stray.any():
+            return None
+        weighed = views["loss_mask"].reshape(-1) != 0
+        for i in np.unique(rows[stray]).tolist():
+            mine = rows == i
+            if weighed[mine].any() and (lost := stray[mine][: int(np.argmax(weighed[mine]))].sum()):
+                raise InvalidTrajectory(
+                    f"trajectory {table[i].id!r} has {lost} placeholders (ids {sorted(share.token_ids)}) before its "
+                    "first loss token that no medium fills: its images were lost between rollout and store. Store them "
+                    "as kd.Media, or take the placeholders out."
+                )
+        out: Array = views["input_ids"].copy()
+        out.reshape(-1)[stray] = self.padding.token_id
+        return out
 
     def _masks(self, table: InfoTable, slots: Slots, views: dict[str, Array]) -> None:
         """The loss mask as float32, whichever way it is stored; 0 on padding and corrupt rows."""
@@ -306,24 +354,6 @@ class Collator:
         views["loss_mask"].reshape(-1)[span] = 0
 
 
-def lay_out(lengths: Array, layout: Layout, padding: Padding) -> Slots:
-    """Slots of one micro-batch. Without trajectories: two tokens of padding.
-
-    Packed, ``sequence_to=4, total_to=8``, lengths [5, 3]: extents [8, 4], starts [0, 8], T = 16. Padded: L = 8.
-    """
-    n, real = len(lengths), lengths if len(lengths) else np.array([2])
-    up = -(-real // padding.sequence_to) * padding.sequence_to
-    if layout == "padded":
-        width = int(up.max())
-        up = np.full(len(real), width)
-        shape: tuple[int, ...] = (len(real), width)
-        total = len(real) * width
-    else:
-        total = -(-int(up.sum()) // padding.total_to) * padding.total_to
-        shape = (total,)
-    return Slots(lengths, (np.cumsum(up) - up)[:n], up, total, shape)
-
-
 def _view(arena: Array, place: _Place) -> Array:
     kinds: dict[torch.dtype, Any] = {torch.bfloat16: np.int16, torch.bool: np.uint8}
     dtype = kinds.get(place.dtype) or torch.empty(0, dtype=place.dtype).numpy().dtype
@@ -344,52 +374,3 @@ def _neighbours(keys: Sequence[str], at: Array, places: Array, lengths: Array) -
     breaks = [i + 1 for i, near in enumerate(joins.tolist()) if not near or keys[used[i]] != keys[used[i + 1]]]
     edges = pairwise([0, *breaks, len(used)])
     return [(int(used[lo]), int(at[used[lo]]), places[used[lo:hi]], lengths[used[lo:hi]]) for lo, hi in edges]
-
-
-def _spread(out: Array, slots: Slots, values: Array) -> None:
-    """``values[i]`` on every token of row i."""
-    if len(values):
-        out[_token_slots(slots)] = np.repeat(values, slots.lengths)
-
-
-def _token_slots(slots: Slots) -> Array:
-    ends = np.cumsum(slots.lengths)
-    out: Array = np.arange(int(ends[-1])) + np.repeat(slots.starts - (ends - slots.lengths), slots.lengths)
-    return out
-
-
-def _cumulative(slots: Slots, layout: Layout) -> Array:
-    """Packed: padded extents, ending at T. Padded: real lengths, [B + 1]."""
-    if layout == "padded":
-        lengths = slots.lengths if len(slots.lengths) else slots.extents
-        return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    ends = np.concatenate([[0], np.cumsum(slots.extents)])
-    return (ends if ends[-1] == slots.total else np.append(ends, slots.total)).astype(np.int32)
-
-
-def _positions(out: Array, slots: Slots, layout: Layout) -> None:
-    """Packed: restart in every extent, the tail's included. Padded: 0 to n - 1, then 0."""
-    bounds = _cumulative(slots, "packed")
-    out[...] = np.arange(slots.total) - np.repeat(bounds[:-1], np.diff(bounds))
-    if layout == "padded" and len(slots.lengths):
-        real = np.zeros(slots.total, bool)
-        real[_token_slots(slots)] = True
-        out[~real] = 0
-
-
-def _restarts(positions: Array, rows: Array, n: int) -> bool:
-    """Whether positions alone tell trajectories apart: rising by one inside each, and not into the next."""
-    if positions.ndim > 2 or positions.size != len(rows):
-        return True  # several axes: the caller adds the row that does
-    steps, inside = np.diff(positions.reshape(-1)), (rows[:-1] == rows[1:]) & (rows[:-1] < n)
-    begins = (rows[:-1] != rows[1:]) & (rows[1:] < n)
-    return bool((steps[inside] == 1).all() and not (steps[begins] == 1).any())
-
-
-def _labels(views: dict[str, Array], slots: Slots) -> None:
-    """``input_ids`` one to the left inside a trajectory, where the loss mask of the label is not 0."""
-    labels, ids = views["labels"].reshape(-1), views["input_ids"].reshape(-1)
-    mask, rows, n = views["loss_mask"].reshape(-1), views[ROWS], len(slots.lengths)
-    labels[...] = IGNORE
-    use = (rows[:-1] == rows[1:]) & (rows[:-1] < n) & (mask[1:] != 0)
-    np.copyto(labels[:-1], ids[1:], where=use)

@@ -173,6 +173,10 @@ class MediaTable(Table):
     def take(self, rows: Array) -> MediaTable:
         return MediaTable(**self._take(rows))
 
+    @staticmethod
+    def concat(tables: Sequence[MediaTable]) -> MediaTable:
+        return MediaTable(**Table._concat(tables))
+
 
 @dataclass(frozen=True, eq=False)
 class InfoTable(Table):
@@ -183,7 +187,8 @@ class InfoTable(Table):
     loss_tokens, patches, cut (1: shortened at admission), mask_bytes (0: no stored loss_mask, 1: bool, 4: float32),
     ``value.<name>`` per scalar;
     ``[N, F]``: offsets (of the row's bytes in the segment file, per payload column), checksums (XXH3-64 of them).
-    Ragged: id, group, attributes (canonical JSON), spans int64 [S, 3] (medium, start, length).
+    Ragged: id, group, attributes (canonical JSON), spans int64 [S, 4] (medium, start, length,
+    the id that stands there; -1: several).
     """
 
     schema: Schema
@@ -218,11 +223,11 @@ class InfoTable(Table):
         if len(tables) == 1:
             return tables[0]
         parts = Table._concat(tables)
-        media = MediaTable(**Table._concat([t.media for t in tables]))
+        media = MediaTable.concat([t.media for t in tables])
         spans, base = [], 0
         for t in tables:
             data = t.ragged["spans"].data
-            spans.append(data + np.array([base, 0, 0]) if base else data)
+            spans.append(data + np.array([base, 0, 0, 0]) if base else data)
             base += len(t.media)
         parts["ragged"]["spans"] = Ragged(np.concatenate(spans), parts["ragged"]["spans"].ptr)
         return InfoTable(**parts, schema=tables[0].schema, media=media)

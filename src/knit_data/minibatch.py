@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from knit_data.batch import MicroBatch
 from knit_data.errors import InvalidArgument, UsageError
 from knit_data.groups import REASONS
+from knit_data.media import MediaBatch
 from knit_data.prefetch import Live, Prefetcher
 from knit_data.share import Numbers
 
@@ -50,12 +51,15 @@ class MiniBatch:
     data, it is empty: no micro-batches, ``n_trajectories == 0``.
     """
 
+    begun: ClassVar[int] = 0  # training passes begun in this process
+
     def __init__(self, owner: Owner, number: int, era: int) -> None:
         self._owner, self.number, self.era = owner, number, era
         self.live: Live | None = None
         self.ended = False
         self.taken = 0
         self._started = False
+        self._latest: MediaBatch | None = None
         self.waits = {"admit_wait_s": 0.0, "read_wait_s": 0.0}
 
     # -- numbers ----------------------------------------------------------------------------------------------------
@@ -116,6 +120,7 @@ class MiniBatch:
             )
         self._touch(start=True)
         self._started = True
+        MiniBatch.begun += 1
         return _Pass(self._take)
 
     def micro_batches(self, fields: Iterable[str] | None = None) -> Iterator[MicroBatch]:
@@ -151,6 +156,7 @@ class MiniBatch:
         live = self.live
         if live is None or self.taken != j:  # the stream ended, or it was abandoned
             return None
+        self._check_used()
         if j == live.share.count:
             self._owner.finished(self)
             return None
@@ -158,8 +164,18 @@ class MiniBatch:
         began = time.perf_counter()
         micro = self._owner.running().micro(self.number, j)
         self.waits["read_wait_s"] += time.perf_counter() - began
-        self.taken = j + 1
+        self.taken, self._latest = j + 1, micro.media
         return micro
+
+    def _check_used(self) -> None:
+        """Images that reach no encoder would go unnoticed: the loss falls without them too."""
+        before, self._latest = self._latest, None
+        if before is not None and before.forgotten:
+            raise UsageError(
+                f"micro-batch {before.position} of mini-batch {self.index} has {len(before)} media for "
+                f"{before.n_tokens} placeholders. Its micro.model_inputs() were taken, and no features: the model "
+                "would be trained without the images. Pass **encoder.model_inputs(micro) too, or encoder(micro)'s rows."
+            )
 
     def _again(self, j: int, fields: frozenset[str] | None) -> MicroBatch | None:
         live = self._touch()

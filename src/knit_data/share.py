@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from knit_data.exchange import END, SHARE, Exchange
 from knit_data.groups import REASONS
-from knit_data.infos import InfoTable
+from knit_data.infos import Array, InfoTable, MediaTable
 from knit_data.ledger import Entry
 from knit_data.planning import Layout, Padding, Plan, plan
 from knit_data.sampler import Admitted, QuotaSampler
@@ -40,9 +41,12 @@ class Share:
     """``table[ptr[j]:ptr[j + 1]]`` are the rows of this rank's micro-batch j."""
 
     numbers: Numbers
+    rank: int  # among the data-parallel ones
     table: InfoTable
     ptr: tuple[int, ...]
-    patches: tuple[tuple[int, ...], ...]  # [count][ranks] of media new in that micro-batch
+    patches: tuple[tuple[tuple[int, ...], ...], ...]  # [count][ranks]: of each medium that is new there, in order
+    token_ids: tuple[int, ...]  # placeholders of the whole mini-batch's media
+    stand_in: int  # row of table.media: the mini-batch's smallest, for ranks that have none when others do; or -1
     names: Mapping[int, str]  # writer number -> folder name
     stats: Mapping[str, float]
     entry: Entry
@@ -52,11 +56,33 @@ class Share:
     def count(self) -> int:
         return len(self.ptr) - 1
 
+    @cached_property
+    def same(self) -> Array:
+        """[U] per row of ``table.media`` the first that has the same content: segments each hold their own copy."""
+        digests = np.ascontiguousarray(self.table.media.columns["digest"]).view("V32").reshape(-1)
+        _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+        out: Array = first[inverse]
+        return out
+
+    @cached_property
+    def new_media(self) -> tuple[tuple[int, ...], ...]:
+        """Per micro-batch the media that this rank meets there first, one row of ``table.media`` each, in order."""
+        spans, out = self.table.ragged["spans"], [list[int]() for _ in range(self.count)]
+        used, first = np.unique(self.same[spans.data[:, 0]], return_index=True)
+        order = np.argsort(first)
+        ends = spans.ptr[np.asarray(self.ptr[1:])]  # spans before the end of each micro-batch
+        for u, j in zip(used[order].tolist(), np.searchsorted(ends, first[order], "right").tolist(), strict=True):
+            out[j].append(u)
+        return tuple(map(tuple, out))
+
     def to_bytes(self) -> bytes:
         note = {
             "numbers": asdict(self.numbers),
+            "rank": self.rank,
             "ptr": self.ptr,
             "patches": self.patches,
+            "token_ids": self.token_ids,
+            "stand_in": self.stand_in,
             "names": list(self.names.items()),
             "stats": dict(self.stats),
             "entry": self.entry.to_json(),
@@ -70,9 +96,12 @@ class Share:
         note = json.loads(text)
         return cls(
             Numbers(**note["numbers"]),
+            note["rank"],
             table,
             tuple(note["ptr"]),
-            tuple(tuple(row) for row in note["patches"]),
+            tuple(tuple(map(tuple, row)) for row in note["patches"]),
+            tuple(note["token_ids"]),
+            note["stand_in"],
             dict(note["names"]),
             note["stats"],
             Entry.from_json(note["entry"]),
@@ -157,12 +186,27 @@ class Lead:
         stats = {**stats, **_counts(table, made), **_dropped(admitted.entry.dropped)}
         stats["waiting_groups"] = float(self.sampler.left_over())
         names, patches = self._names_of(table), _new_patches(table, made)
+        token_ids = tuple(np.unique(table.ragged["spans"].data[:, 3]).tolist())
         shares = []
         for rank in range(ranks):
             rows = [made.rows_of(rank, j) for j in range(made.count)]
             ptr = np.cumsum([0, *map(len, rows)]).tolist()
-            mine = table.take(np.concatenate(rows))
-            shares.append(Share(numbers, mine, tuple(ptr), patches, names, stats, admitted.entry, admitted.finite))
+            mine, stand_in = _with_stand_in(table.take(np.concatenate(rows)), table.media)
+            shares.append(
+                Share(
+                    numbers,
+                    rank,
+                    mine,
+                    tuple(ptr),
+                    patches,
+                    token_ids,
+                    stand_in,
+                    names,
+                    stats,
+                    admitted.entry,
+                    admitted.finite,
+                )
+            )
         return shares
 
     def _names_of(self, table: InfoTable) -> dict[int, str]:
@@ -209,9 +253,18 @@ def _dropped(counts: Mapping[str, int]) -> dict[str, float]:
     return {f"dropped/{reason}": float(counts.get(reason, 0)) for reason in REASONS}
 
 
-def _new_patches(table: InfoTable, made: Plan) -> tuple[tuple[int, ...], ...]:
-    """Per micro-batch and rank, the cost of the media that this rank has not met before in the mini-batch."""
-    out = [[0] * made.ranks for _ in range(made.count)]
+def _with_stand_in(mine: InfoTable, media: MediaTable) -> tuple[InfoTable, int]:
+    """The rank's rows with the smallest of all ``media`` beside its own, and where that stands."""
+    if not len(media):
+        return mine, -1
+    smallest = media.take(np.array([int(np.argmin(media.columns["patches"]))]))
+    both = smallest if not len(mine.media) else MediaTable.concat([mine.media, smallest])
+    return replace(mine, media=both), len(both) - 1
+
+
+def _new_patches(table: InfoTable, made: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Per micro-batch and rank, the costs of the media that this rank has not met before in the mini-batch."""
+    out = [[list[int]() for _ in range(made.ranks)] for _ in range(made.count)]
     if len(table.media):
         digests = [d.tobytes() for d in table.media.columns["digest"]]
         costs, spans = table.media.columns["patches"].tolist(), table.ragged["spans"]
@@ -222,5 +275,5 @@ def _new_patches(table: InfoTable, made: Plan) -> tuple[tuple[int, ...], ...]:
                     for u in spans.row(row)[:, 0].tolist():
                         if digests[u] not in met:
                             met.add(digests[u])
-                            out[j][rank] += costs[u]
-    return tuple(map(tuple, out))
+                            out[j][rank].append(costs[u])
+    return tuple(tuple(map(tuple, row)) for row in out)

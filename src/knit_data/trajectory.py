@@ -117,6 +117,12 @@ def value_tensor(value: Tensor | float) -> Tensor:
     return value
 
 
+def placeholder(t: Trajectory, start: int, length: int) -> int:
+    """The token id that fills a span; -1 if there are several."""
+    ids = t.tokens["input_ids"][start : start + length]
+    return int(ids[0]) if bool((ids == ids[0]).all()) else -1
+
+
 def check_group(trajectories: Sequence[Trajectory]) -> None:
     """Raise ``InvalidTrajectory`` for the first trajectory that could not be trained on as it stands."""
     if not trajectories:
@@ -285,3 +291,28 @@ def _check_media(t: Trajectory, who: str, n: int) -> None:
     for (start, length), (following, _) in pairwise(taken):
         if start + length > following:
             raise InvalidTrajectory(f"{who}: media spans overlap at position {following}; a position has one feature.")
+    _check_placeholders(t, who, taken)
+
+
+def _check_placeholders(t: Trajectory, who: str, taken: Sequence[tuple[int, int]]) -> None:
+    """A placeholder of the prompt that no span covers is an image that was lost on the way.
+
+    The prompt is what precedes the first token with a loss. A placeholder after it was sampled: any token can be.
+    """
+    ids, mask = t.tokens["input_ids"], t.tokens.get("loss_mask")
+    weighed = torch.ones(len(ids), dtype=torch.bool) if mask is None else mask.cpu() != 0
+    weighed[0] = False
+    if not taken or not weighed.any():
+        return
+    free = torch.ones(len(ids), dtype=torch.bool)
+    for start, length in taken:
+        free[start : start + length] = False
+    free[int(weighed.nonzero()[0]) :] = False
+    for known in {placeholder(t, *span) for span in taken}:
+        lost = int((free & (ids.cpu() == known)).sum())
+        if lost:
+            raise InvalidTrajectory(
+                f"{who}: {lost} of the prompt's placeholders (id {known}) are in no span; the media fill "
+                f"{sum(length for _, length in taken)} positions. Give every image with its placeholders, or take "
+                "the placeholders of a lost one out."
+            )

@@ -64,7 +64,7 @@ def _media(table: InfoTable, i: int) -> list[tuple[int, int, int]]:
     """Per medium of the row: its number, and where its first span begins and its last ends."""
     out: list[tuple[int, int, int]] = []
     missing = 0
-    for u, start, length in table.ragged["spans"].row(i).tolist():
+    for u, start, length, _ in table.ragged["spans"].row(i).tolist():
         if not missing:
             out.append((u, start, start))
             missing = int(table.media.columns["tokens"][u])

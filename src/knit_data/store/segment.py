@@ -22,7 +22,7 @@ import xxhash
 
 from knit_data.errors import CorruptData, InvalidTrajectory
 from knit_data.infos import Array, Field, InfoTable, MediaTable, Ragged, Schema, attributes_json
-from knit_data.trajectory import DTYPES, Media, Trajectory, tensor_bytes, value_tensor
+from knit_data.trajectory import DTYPES, Media, Trajectory, placeholder, tensor_bytes, value_tensor
 
 FORMAT = "knit_data.segment.1"
 HEAD_GUESS = 64 * 1024  # one read of this size covers the head of most segments
@@ -34,6 +34,7 @@ _NUMPY |= {"I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
 _CODES = {np.dtype(dtype): code for code, dtype in _NUMPY.items()}
 
 Buffer = bytes | memoryview
+Span = tuple[int, int, int, int]  # medium, start, length, placeholder id
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,18 +190,18 @@ def _masks(trajectories: Sequence[Trajectory]) -> list[torch.Tensor] | None:
     return out
 
 
-def _distinct_media(trajectories: Sequence[Trajectory]) -> tuple[list[Media], list[list[tuple[int, int, int]]]]:
-    """Media once each, and per trajectory its spans as (medium, start, length)."""
+def _distinct_media(trajectories: Sequence[Trajectory]) -> tuple[list[Media], list[list[Span]]]:
+    """Media once each, and per trajectory its spans."""
     index: dict[str, int] = {}
     media: list[Media] = []
-    refs: list[list[tuple[int, int, int]]] = []
+    refs: list[list[Span]] = []
     for t in trajectories:
-        row = []
+        row: list[Span] = []
         for ref in t.media:
             u = index.setdefault(ref.media.digest, len(media))
             if u == len(media):
                 media.append(ref.media)
-            row += [(u, start, length) for start, length in ref.spans]
+            row += [(u, start, length, placeholder(t, start, length)) for start, length in ref.spans]
         refs.append(row)
     return media, refs
 
@@ -211,7 +212,7 @@ def _table(
     masks: list[torch.Tensor] | None,
     columns: Sequence[tuple[str, str, list[int], list[Buffer]]],
     media: Sequence[Media],
-    refs: Sequence[Sequence[tuple[int, int, int]]],
+    refs: Sequence[Sequence[Span]],
     grouped: bool,
 ) -> InfoTable:
     n = len(trajectories)
@@ -236,7 +237,7 @@ def _table(
     for name, code in schema.scalars:
         cells[f"value.{name}"] = np.array([value_tensor(t.values[name]).item() for t in trajectories], _NUMPY[code])
     attributes = attributes_json(trajectories[0].attributes)
-    flat = np.array([span for row in refs for span in row], np.int64).reshape(-1, 3)
+    flat = np.array([span for row in refs for span in row], np.int64).reshape(-1, 4)
     ragged = {
         "id": Ragged.of_texts([t.id for t in trajectories]),
         "group": Ragged.of_texts([t.group for t in trajectories]),

@@ -203,7 +203,7 @@ class TrajectoryStore(Catalogue):
     def _media(self, info: TrajectoryInfo) -> list[MediaRef]:
         media, out = info.table.media, []
         pending: list[tuple[int, int]] = []
-        for u, start, length in info.table.ragged["spans"].row(info.row).tolist():
+        for u, start, length, _ in info.table.ragged["spans"].row(info.row).tolist():
             pending.append((start, length))
             if sum(n for _, n in pending) == media.columns["tokens"][u]:
                 out.append(MediaRef(self._medium(info, u), pending))

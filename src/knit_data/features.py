@@ -1,0 +1,126 @@
+"""The features of a mini-batch's media: rows of encoder calls, gathered for a micro-batch, and their gradients.
+
+A gathered row remembers where it came from. In the backward its gradient is added there, in float32, in the order in
+which the micro-batches' backwards run: reproducible, and independent of how a bfloat16 sum would round.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from knit_data.errors import UsageError
+from knit_data.media import Medium
+from knit_data.surroundings import Surroundings
+
+Levels: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(eq=False)
+class Call:
+    """One run of an encoder over a few media; without gradients if it only kept step with other ranks."""
+
+    media: Sequence[Medium]
+    out: Levels  # detached where the graph is not kept
+    surroundings: Surroundings
+    grads: list[Tensor | None]  # per level, float32 (float64 if the features are); None: no row was used
+
+    def add(self, level: int, first: int, grad: Tensor) -> None:
+        out, buffer = self.out[level], self.grads[level]
+        if buffer is None:
+            kind = torch.float64 if out.dtype == torch.float64 else torch.float32
+            buffer = self.grads[level] = torch.zeros(out.shape, dtype=kind, device=out.device)
+        buffer[first : first + len(grad)] += grad
+
+    def gradient(self, level: int, like: Tensor) -> Tensor:
+        buffer = self.grads[level]
+        return torch.zeros_like(like) if buffer is None else buffer.to(like.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Of one medium: per level ``[tokens, d]``, from row ``first`` of a call's output or kept from earlier."""
+
+    levels: Levels
+    call: Call | None = None
+    first: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(level.nbytes for level in self.levels)
+
+
+@dataclass(eq=False)
+class Era:
+    """One mini-batch; over once its gradients have been used."""
+
+    over: bool = False
+
+
+Piece: TypeAlias = tuple[Features, int, int]  # which, its first row, how many
+
+
+def gather(level: int, pieces: Sequence[Piece]) -> Tensor:
+    """The pieces end to end, ``[n, d]``."""
+    return torch.cat([f.levels[level][first : first + n] for f, first, n in pieces])
+
+
+def gather_with_gradient(level: int, pieces: Sequence[Piece], era: Era, device: torch.device) -> Tensor:
+    """The same, with a backward that adds each row's gradient to its call."""
+    anchor = torch.zeros((), device=device, requires_grad=True)  # the features themselves need no gradient
+    out: Tensor = _Gather.apply(anchor, level, pieces, era)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, level: int, pieces: Sequence[Piece], era: Era) -> Tensor:
+        ctx.level, ctx.pieces, ctx.era = level, pieces, era
+        return gather(level, pieces)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        if ctx.era.over:
+            raise UsageError(
+                "a loss.backward() ran after encoder.backward() or abandon(): its gradient would not reach the "
+                "encoder. Call encoder.backward() once, after the last micro-batch's."
+            )
+        for (features, first, _), part in zip(ctx.pieces, grad.split([n for *_, n in ctx.pieces]), strict=True):
+            if features.call is not None:
+                features.call.add(ctx.level, features.first + first, part)
+        return None, None, None, None
+
+
+class Kept:
+    """Features of earlier mini-batches by content, until the weights change; the least recently used go first."""
+
+    def __init__(self) -> None:
+        self._features = OrderedDict[str, Features]()
+        self._bytes, self._version = 0, 0
+
+    def recall(self, version: int, digests: Sequence[str]) -> dict[str, Features]:
+        """Those of these that are there, made with weights of this version."""
+        if version != self._version:
+            self._features.clear()
+            self._bytes, self._version = 0, version
+        found = {d: self._features[d] for d in digests if d in self._features}
+        for digest in found:
+            self._features.move_to_end(digest)
+        return found
+
+    def keep(self, version: int, fresh: Mapping[str, Features], limit: int) -> dict[str, Features]:
+        """Copies of them, at most ``limit`` bytes in all, that do not hold on to the calls that they come from."""
+        self.recall(version, ())
+        own = {d: Features(tuple(level.clone() for level in f.levels)) for d, f in fresh.items()}
+        for digest, features in own.items():
+            self._features[digest] = features
+            self._bytes += features.nbytes
+        while self._bytes > limit:
+            self._bytes -= self._features.popitem(last=False)[1].nbytes
+        return own

@@ -1,0 +1,84 @@
+"""When the gradients of a model cross ranks: once a mini-batch, with the encoder's last backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+_BUCKET = 25 << 20  # bytes reduced at once, as DistributedDataParallel does
+
+
+class GradSync:
+    """Holds back the gradient sync of one module, which is under FSDP2, under DDP, plain, or absent.
+
+    DDP reduces in the backward of its own forward, and an encoder that runs beside that forward is not part of it. So
+    all of a mini-batch's backwards run unreduced, and ``reduce`` sums the gradients over ranks once.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+
+    @property
+    def in_step(self) -> bool:
+        """Whether every rank must make the same calls: another one's would wait for this one's."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return False
+        return self.module is None or any(isinstance(m, FSDPModule) for m in self.module.modules())
+
+    def hold(self) -> None:
+        """Before a forward of the module."""
+        if isinstance(self.module, DistributedDataParallel):
+            self.module.require_backward_grad_sync = False
+
+    def last(self, on: bool) -> None:
+        """Before a backward of the encoder; ``on``: it is the last one."""
+        if self.module is not None:
+            for unit in self.module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_requires_gradient_sync(on, recurse=False)
+
+    def release(self) -> None:
+        """The next forward of the module syncs as usual."""
+        if isinstance(self.module, DistributedDataParallel):
+            self.module.require_backward_grad_sync = True
+
+    def reduce(self) -> None:
+        """Sum over ranks what is not summed yet."""
+        if not isinstance(self.module, DistributedDataParallel):
+            return
+        self.release()
+        group = self.module.process_group
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if not parameters:
+            return
+        there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+        dist.all_reduce(there, dist.ReduceOp.MAX, group)
+        grads = []
+        for parameter, anywhere in zip(parameters, there.tolist(), strict=True):
+            if anywhere:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grads.append(parameter.grad)
+        for bucket in _buckets(grads):
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat, dist.ReduceOp.SUM, group)
+            for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+
+def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of one dtype and device, of at most ``_BUCKET`` bytes or one tensor."""
+    bucket: list[Tensor] = []
+    for grad in grads:
+        size = sum(g.nbytes for g in bucket) + grad.nbytes
+        if bucket and (size > _BUCKET or (grad.dtype, grad.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket = []
+        bucket.append(grad)
+    if bucket:
+        yield bucket

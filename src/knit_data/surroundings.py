@@ -1,0 +1,107 @@
+"""What a run of an encoder depends on beside its inputs: random state, autocast, and the modules that it runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """Random state and autocast of one moment, so that what ran then can run again."""
+
+    device: torch.device
+    cpu: Tensor
+    devices: list[int]
+    states: list[Tensor]
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> Surroundings:
+        devices, states = get_device_states(torch.empty(0, device=device))
+        kind = device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return cls(device, torch.get_rng_state(), list(devices), list(states), enabled, dtype)
+
+    def autocast(self) -> torch.autocast:
+        """The same autocast without its cache of cast weights: casts made without gradients would be used with them."""
+        return torch.autocast(self.device.type, self.dtype, self.enabled, cache_enabled=False)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, it is as it was; afterwards the random state is as before."""
+        kind = self.device.type
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self.devices, device_type="cuda" if kind == "cpu" else kind))
+            torch.set_rng_state(self.cpu)
+            set_device_states(self.devices, self.states, device_type=kind)
+            stack.enter_context(self.autocast())
+            yield
+
+    def moved_on(self) -> bool:
+        """Whether random numbers were drawn since."""
+        _, states = get_device_states(torch.empty(0, device=self.device))
+        drawn = [not torch.equal(a, b) for a, b in zip(self.states, states, strict=True)]
+        return any(drawn) or not torch.equal(self.cpu, torch.get_rng_state())
+
+
+class Tower:
+    """The modules that ran inside ``encode``."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self._warned = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        seen: dict[int, nn.Module] = {}
+
+        def note(module: nn.Module, _inputs: Any) -> None:
+            seen.setdefault(id(module), module)
+
+        handle = register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self.modules = list(seen.values())
+
+    def version(self) -> int:
+        """Another number once a weight has changed, in place or by another in its place."""
+        parameters = {id(p): p._version for m in self.modules for p in m.parameters()}
+        return hash(tuple(parameters.items()))
+
+    def mode(self) -> tuple[bool, ...]:
+        """Which of them are in training mode."""
+        return tuple(m.training for m in self.modules)
+
+    def warn(self, drawn: bool) -> None:
+        """Once, of what makes an image's features depend on more than the image and the weights."""
+        norms = [m for m in self.modules if isinstance(m, _BatchNorm) and m.training]
+        if self._warned or not (drawn or norms):
+            return
+        self._warned = True
+        if drawn:
+            warnings.warn(
+                "the encoder draws random numbers (dropout in its tower?): all responses to an image now share one "
+                "mask per mini-batch, where each would have its own if the image were encoded for each. The expected "
+                "gradient is the same, its variance is not. Set the tower's dropout to 0, or call eval() on it.",
+                stacklevel=2,
+            )
+        if norms:
+            warnings.warn(
+                f"{type(norms[0]).__name__} in training mode in the encoder's tower: an image's features depend on "
+                "what is encoded beside it, and its running statistics see each image once. Gradients are those of "
+                "these batches. Call eval() on it.",
+                stacklevel=2,
+            )
