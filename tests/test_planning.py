@@ -443,8 +443,7 @@ def test_real_lengths_keep_every_image_on_one_rank_of_eight() -> None:
     assert vision.max() * 8 / vision.sum() < 1.15
 
 
-def test_rows_that_fill_a_micro_batch_each_still_trade_places() -> None:
-    """Long trajectories leave no room to pack: the ranks' rows do not fit, and rows of similar length change places."""
+def test_rows_that_fill_a_micro_batch_each_stay_together_too() -> None:
     lengths = np.repeat(np.arange(1000, 1128), 4) - 1000 + 3000  # cap 3,200: one row a micro-batch
     use = grouped(128, 4)
     shuffled = np.random.default_rng(0).permutation(512)

@@ -180,7 +180,8 @@ class _Placement:
             for u in self.cuts[q]:
                 if u in self.worth and self.hosts[u].sum() >= self.worth[u]:
                     strange += np.where(self.hosts[u], 0, self.use.patches[u] + 1)
-            self._put(q, int(np.lexsort((cost, strange, text > self.limit))[0]), new)
+            above = np.maximum(text - self.limit, 0)
+            self._put(q, int(np.lexsort((text, cost, strange, above))[0]), new)
 
     def _fill(self) -> None:
         """Rows without media, longest first, to the rank with the fewest tokens."""
