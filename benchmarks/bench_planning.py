@@ -6,6 +6,10 @@
 micro-batches over its lower bound, total tokens / cap rounded up to a multiple of the ranks. ``imbalance`` is what all
 ranks spend, waiting included, over the total: the sum over micro-batches of the largest of its ranks, times ranks, over
 the tokens. Both are 1 at best. Peers' bins are dealt to the ranks in their order.
+
+With images, groups of 8 share one of 256, 1,024 or 4,096 patches. ``ranks per image`` is on how many ranks an image is
+encoded, ``vision imbalance`` the most patches of a rank, each image once, over the mean. Compared are the plan with
+media, the one without, and rows to ranks at random, equally many each and then packed without regard to the count.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import numpy as np
 import peers
 from report import Report, interleaved
 
+from knit_data.affinity import MediaUse
+from knit_data.packing import pack
 from knit_data.planning import Layout, plan
 
 # mu and sigma of the log of response tokens, and the longest; fitted to public agent and reasoning traces
@@ -44,6 +50,9 @@ def main() -> None:
         for cap in CAPS[law]:
             for ranks in (8, 64):
                 measure(report, f"{size} {law}, cap {cap}, {ranks} ranks", lengths, cap, ranks, repeats)
+            for ranks in (2, 8, 32):
+                case = f"{size} {law}, an image per 8, cap {cap}, {ranks} ranks"
+                measure_images(report, case, lengths, cap, ranks, repeats)
 
 
 def measure(
@@ -72,6 +81,51 @@ def measure(
         report.add(case=case, provider=provider, metric="count", unit="1", samples=[tokens.size / bound])
         imbalance = together.max(axis=1).sum() * ranks / tokens.sum()
         report.add(case=case, provider=provider, metric="imbalance", unit="1", samples=[float(imbalance)])
+
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+def measure_images(report: Report, case: str, lengths: Ints, cap: int, ranks: int, repeats: int) -> None:
+    """Each provider gives the rank of every row and the tokens [count, ranks]."""
+    rows = np.arange(lengths.size)
+    patches = np.random.default_rng(1).choice([256, 1_024, 4_096], lengths.size // 8)
+    use = MediaUse(rows, rows // 8, patches)
+    shuffled = np.random.default_rng(2).permutation(lengths.size) % ranks
+
+    def planned(media: MediaUse | None) -> tuple[Ints, Ints]:
+        made = plan(lengths, ranks=ranks, max_tokens=cap, media=media)
+        rank = np.empty(lengths.size, np.int64)
+        rank[made.rows] = np.repeat(np.arange(made.tokens.size) % ranks, np.diff(made.ptr))
+        return rank, made.tokens.reshape(-1, ranks)
+
+    def at_random() -> tuple[Ints, Ints]:
+        bins = []
+        for rank in range(ranks):
+            falling = -np.sort(-lengths[shuffled == rank])
+            bins.append(-np.sort(-np.bincount(pack(falling, cap, 1), falling).astype(np.int64)))
+        tokens = np.zeros((max(map(len, bins)), ranks), np.int64)
+        for rank, mine in enumerate(bins):
+            tokens[: mine.size, rank] = mine
+        return shuffled, tokens
+
+    providers: dict[str, Callable[[], tuple[Ints, Ints]]] = {
+        "knit_data, media": lambda: planned(use),
+        "knit_data, without": lambda: planned(None),
+        "at random": at_random,
+    }
+    for provider, samples in interleaved(providers, repeats, clock=time.thread_time).items():
+        rank, tokens = providers[provider]()
+        on = use.on(rank, ranks)
+        vision = use.patches @ on
+        values = {
+            "ranks per image": on.sum(axis=1).mean(),
+            "imbalance": tokens.max(axis=1).sum() * ranks / tokens.sum(),
+            "vision imbalance": vision.max() * ranks / vision.sum(),
+        }
+        report.add(case=case, provider=provider, metric="time", unit="ms", samples=samples)
+        for metric, value in values.items():
+            report.add(case=case, provider=provider, metric=metric, unit="1", samples=[float(value)])
 
 
 if __name__ == "__main__":

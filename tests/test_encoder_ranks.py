@@ -21,7 +21,7 @@ EXACT = 1e-12  # of the largest gradient: float64, other order of additions
 
 GROUPS = {
     "mixed": {f"g{i}": [[f"i{i}"]] * 3 + [[f"i{i}", "logo"], []] for i in range(4)},
-    "few": {"g0": [["a"], ["a"], []], "g1": [[], []], "g2": [[], [], []]},  # a rank without images
+    "few": {"g0": [["a"], [], []], "g1": [[], []], "g2": [[], [], []]},  # a rank without images
     "text": {"g0": [[], []], "g1": [[]]},
 }
 
@@ -96,7 +96,7 @@ def train(rank: int, world: int, folder: str, how: str, mode: str, name: str, ca
         for micro in mini:
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(micro.is_last)
-            images += len([m for m in micro.media.new])
+            images += len(micro.media.new)
             (model(micro, encoder(micro)) / mini.loss_tokens).backward()
         encoder.backward()
     return summed(model, how), calls, images

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "infos", "errors"),
     (
         *("quotas", "seats", "staleness", "policy", "groups", "ledger", "admission"),
-        *("explain", "demand", "launching", "planning", "layout", "ops"),
+        *("explain", "demand", "launching", "affinity", "packing", "planning", "layout", "ops"),
     ),
     ("store",),
     (

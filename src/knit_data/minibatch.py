@@ -24,6 +24,7 @@ STATS = (
     "padding_micro_batches",
     "truncated",
     "imbalance",
+    *("encodes", "naive_encodes", "distinct_media", "ranks_per_medium", "vision_imbalance"),
     "waiting_groups",
     *(f"dropped/{reason}" for reason in REASONS),
     *(f"staleness/{name}" for name in ("mean", "p99", "max", "token_mean", "steps_mean", "steps_p99")),

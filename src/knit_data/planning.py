@@ -16,23 +16,23 @@ Ranks wait for each other at every micro-batch. Those that run at the same time 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush, heapreplace
-from itertools import pairwise
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from knit_data.affinity import MediaUse, gather, homes, trade
 from knit_data.errors import InvalidArgument
+from knit_data.packing import pack, pack_into, pad, pad_into, round_up
 
-__all__ = ["Padding", "Plan", "longest_that_fits", "plan"]
+__all__ = ["MediaUse", "Padding", "Plan", "longest_that_fits", "plan"]
+
+# how much longer the micro-batches may take so that fewer ranks encode an image; an image encoded once more costs more
+SLACK = 0.02
 
 Layout: TypeAlias = Literal["packed", "padded"]
 Ints: TypeAlias = npt.NDArray[np.int64]
-Number = TypeVar("Number", int, Ints)
 
 
 def _at_least(name: str, value: int, least: int) -> None:
@@ -62,8 +62,9 @@ class Padding:
 class Plan:
     """A mini-batch, assigned: micro-batch ``j`` of rank ``r`` is bin ``j * ranks + r``.
 
-    Rows are numbered as in the call to `plan` and ascend inside a bin. Tokens fall with ``j``: the bins without a
-    trajectory, ``n_padding`` of them, are all in the last micro-batch, each on another rank.
+    Rows are numbered as in the call to `plan` and ascend inside a bin. The tokens of each rank fall with ``j``, without
+    media also from any rank to any other. The bins without a trajectory, ``n_padding`` of them, are all in the last
+    micro-batch, each on another rank.
     """
 
     ranks: int
@@ -114,7 +115,7 @@ def plan(
     layout: Layout = "packed",
     padding: Padding = Padding(),
     alone: bool = False,
-    patches: npt.NDArray[np.integer[Any]] | None = None,  # [N]
+    media: MediaUse | None = None,
 ) -> Plan:
     """Assign every row to one micro-batch of one rank.
 
@@ -124,15 +125,14 @@ def plan(
     there are more of them than trajectories: 5 trajectories of 90 tokens under a cap of 100 on 4 ranks need a second
     round, hence 8 micro-batches, 3 of them empty. Equal input gives an equal plan.
 
-    ``patches``, a trajectory's cost in the vision tower, has no influence on which trajectories share a micro-batch. Of
-    the micro-batches that run at the same time, the one with the most patches goes to the rank with the fewest so far.
+    With ``media``, rows that share an image share a rank where that costs little: the largest of the micro-batches that
+    run at the same time, summed over all times, grows by `SLACK` at most, and their number not at all. See `affinity`.
     """
     lengths = _counts("n_tokens", n_tokens, least=1)
-    vision = np.zeros_like(lengths) if patches is None else _counts("patches", patches, least=0)
     if lengths.size == 0:
         raise InvalidArgument("plan: n_tokens is empty; a mini-batch has at least one trajectory")
-    if vision.shape != lengths.shape:
-        raise InvalidArgument(f"plan: {vision.size} patches for {lengths.size} trajectories; give one per row")
+    if media is not None and int(media.rows.max(initial=0)) >= lengths.size:
+        raise InvalidArgument(f"plan: row {media.rows.max()} uses a medium; there are {lengths.size} trajectories")
     _at_least("ranks", ranks, 1)
     longest = longest_that_fits(max_tokens, padding, layout)
     if not alone and int(lengths.max()) > longest:
@@ -143,166 +143,127 @@ def plan(
             f"or plan with alone=True"
         )
 
-    sizes = _round_up(lengths, padding.sequence_to)
-    falling = np.argsort(-sizes, kind="stable")  # longest first, ties by row
-    label = np.empty_like(sizes)  # the bin of each row
-    label[falling] = (_pack if layout == "packed" else _pad)(sizes[falling], _room(max_tokens, padding, layout), ranks)
-
-    bins = _round_up(int(label.max()) + 1, ranks)
-    tokens = np.zeros(bins, np.int64)
-    if layout == "packed":
-        np.add.at(tokens, label, sizes)
-        tokens = _round_up(tokens, padding.total_to)
-    else:
-        np.maximum.at(tokens, label, sizes)
-        tokens *= np.bincount(label, minlength=bins)
-    bin_patches = np.zeros(bins, np.int64)
-    np.add.at(bin_patches, label, vision)
-
-    place = _deal(tokens, bin_patches, ranks)
-    placed = np.empty_like(tokens)
-    placed[place] = tokens
-    micro = place[label]
-    rows = np.argsort(micro, kind="stable").astype(np.int64, copy=False)
-    ptr = np.zeros(bins + 1, np.int64)
-    np.cumsum(np.bincount(micro, minlength=bins), out=ptr[1:])
-    for array in (rows, ptr, placed):
-        array.setflags(write=False)
-    return Plan(
-        ranks=ranks, count=bins // ranks, rows=rows, ptr=ptr, tokens=placed, n_padding=max(0, bins - lengths.size)
-    )
+    job = _Job(round_up(lengths, padding.sequence_to), ranks, _room(max_tokens, padding, layout), layout, padding)
+    micro = job.spread()
+    if media is not None and media.rows.size:
+        micro = gather(job.with_affinity(micro, media), job.sizes, media, ranks)
+    return job.finish(micro)
 
 
-# -- which rows share a bin: sizes fall, the answer is the bin of each -------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """What is to be planned. ``micro`` below is the bin ``j * ranks + rank`` of each row."""
 
+    sizes: Ints  # [N] tokens, each padded
+    ranks: int
+    room: int
+    layout: Layout
+    padding: Padding
 
-def _pack(sizes: Ints, room: int, ranks: int) -> Ints:
-    """Bins that hold ``room`` in sum, as equal as possible.
+    def spread(self) -> Ints:
+        """Bins over all rows, then dealt to the ranks."""
+        falling = np.argsort(-self.sizes, kind="stable")  # longest first, ties by row
+        label = np.empty_like(self.sizes)
+        label[falling] = (pack if self.layout == "packed" else pad)(self.sizes[falling], self.room, self.ranks)
+        return _deal(self.tokens(label), self.ranks)[label]
 
-    First as many as no packing can go below, each row to the least loaded of them. If that does not fit, as many as
-    first-fit-decreasing needs, filled in the same way. If that does not fit either, first-fit-decreasing's own bins:
-    then they are nearly full, and equal for that reason.
-    """
-    bound = max(-(-int(sizes.clip(max=room).sum()) // room), int((2 * sizes > room).sum()))
-    bins = _round_up(bound, ranks)
-    label = _least_loaded(sizes, room, bins)
-    if label is None:
-        order, starts = _first_fit(sizes, room)
-        fewest, bins = bins, _round_up(len(starts), ranks)
-        label = _least_loaded(sizes, room, bins) if bins > fewest else None
-        if label is None:
-            below: list[int] = np.cumsum(sizes[order]).tolist()
-            label = np.empty_like(sizes)
-            label[order] = _split(starts, sizes.size, bins, lambda lo, hi: below[hi - 1] - (below[lo - 1] if lo else 0))
-    return label
+    def with_affinity(self, micro: Ints, media: MediaUse) -> Ints:
+        """The first that is not too slow.
 
+        Each rank packs the rows that it keeps, filled unevenly or not; rows of the bins at hand trade places; or as it
+        was. The bins of rows that are long beside the cap, and padded ones of few rows, leave little to choose.
+        """
+        if self.ranks == 1:
+            return micro
+        tokens = self.tokens(micro)
+        count = tokens.size // self.ranks
+        # ranks filled unevenly need more bins where these are nearly full; below 0 with alone
+        spare = max(tokens.size * self.room / int(self.sizes.sum()) - 1, 0.0)
+        for slack in (min(SLACK, spare), min(SLACK, spare) / 4):
+            home = homes(self.sizes, media, self.ranks, slack)
+            kept = self._kept(home, count)
+            if kept is not None and self._is_as_good(self.tokens(kept, tokens.size), tokens):
+                return kept
+        most = self._most(micro, tokens)
+        traded = self._sorted(trade(micro, self.sizes, home, media, self.ranks, most, self.layout), count)
+        return traded if self._is_as_good(self.tokens(traded, tokens.size), tokens) else micro
 
-def _least_loaded(sizes: Ints, room: int, bins: int) -> Ints | None:
-    """Each row to the least loaded bin; None if that would put two or more rows and over ``room`` into one.
+    def _kept(self, home: Ints, count: int) -> Ints | None:
+        """Each rank's rows in ``count`` bins, the largest first; None if one of them needs more."""
+        micro = np.empty_like(self.sizes)
+        falling = np.argsort(-self.sizes, kind="stable")
+        into = pack_into if self.layout == "packed" else pad_into
+        for rank in range(self.ranks):
+            rows = falling[home[falling] == rank]
+            label = into(self.sizes[rows], self.room, count) if rows.size else rows
+            if label is None:
+                return None
+            micro[rows] = label * self.ranks + rank
+        return self._sorted(micro, count)
 
-    A heap entry is ``load * bins + bin``, one integer: tuples take three times as long.
-    """
-    heap = list(range(bins))
-    full = (room + 1) * bins
-    label = []
-    for size in (sizes * bins).tolist():
-        entry = heap[0]
-        if entry + size >= full and entry >= bins:
-            return None
-        heapreplace(heap, entry + size)
-        label.append(entry)
-    return np.array(label, np.int64) % bins
+    def _sorted(self, micro: Ints, count: int) -> Ints:
+        """The bins of each rank by falling tokens: no other order has less waiting."""
+        order = np.argsort(-self.tokens(micro, count * self.ranks).reshape(count, -1), axis=0, kind="stable")
+        place = np.empty_like(order)
+        np.put_along_axis(place, order, np.arange(count)[:, None], axis=0)
+        return (place * self.ranks + np.arange(self.ranks)).reshape(-1)[micro]
 
+    def _most(self, micro: Ints, tokens: Ints) -> Ints:
+        """[bins] what the rows of each bin may come to when they change: padded, the longest; packed, the sum."""
+        together = np.repeat(tokens.reshape(-1, self.ranks).max(axis=1), self.ranks)
+        most: Ints = np.minimum(together + (SLACK * together).astype(np.int64), self.room)
+        if self.layout == "padded":
+            most //= np.bincount(micro, minlength=tokens.size).clip(min=1)
+        return most
 
-def _first_fit(sizes: Ints, room: int) -> tuple[Ints, list[int]]:
-    """First-fit-decreasing: the rows, bin after bin, and where each bin starts.
+    def _is_as_good(self, tokens: Ints, plain: Ints) -> bool:
+        """No more empty bins, all in the last micro-batch; neither all together nor a rank by itself too slow."""
+        new, old = (array.reshape(-1, self.ranks) for array in (tokens, plain))
+        return bool(
+            (new > 0).sum() == (old > 0).sum()
+            and (new[:-1] > 0).all()
+            and new.max(axis=1).sum() <= (1 + SLACK) * old.max(axis=1).sum()
+            and new.sum(axis=0).max() <= max((1 + SLACK) * new.sum() / self.ranks, old.sum(axis=0).max())
+        )
 
-    Bin after bin takes the longest row left, then again and again the longest that still fits: the same bins as row
-    after row into the first that has room, and each step is one bisection. An entry is ``size * n + n - 1 - row``.
-    """
-    n = sizes.size
-    left: list[int] = (sizes * n + np.arange(n)[::-1])[::-1].tolist()  # rising
-    order: list[int] = []
-    starts: list[int] = []
-    while left:
-        starts.append(len(order))
-        entry = left.pop()
-        order.append(entry)
-        free = (room + 1) * n - 1 - entry // n * n  # the largest entry that still fits
-        at = len(left)
-        while at := bisect_right(left, free, 0, at):
-            at -= 1
-            entry = left.pop(at)
-            order.append(entry)
-            free -= entry // n * n
-    return n - 1 - np.array(order, np.int64) % n, starts
+    def tokens(self, label: Ints, bins: int = 0) -> Ints:
+        """[bins] of each bin, with padding."""
+        bins = bins or round_up(int(label.max()) + 1, self.ranks)
+        tokens = np.zeros(bins, np.int64)
+        if self.layout == "packed":
+            np.add.at(tokens, label, self.sizes)
+            return round_up(tokens, self.padding.total_to)
+        np.maximum.at(tokens, label, self.sizes)
+        return tokens * np.bincount(label, minlength=bins)
 
-
-def _pad(sizes: Ints, room: int, ranks: int) -> Ints:
-    """Bins that hold ``room`` in rows times longest row: runs of the sorted rows, each as long as it can be.
-
-    No packing has fewer: the bin of the longest row gains nothing from a shorter one in place of the second longest.
-    For the bins to be equal, the same is done under the smallest limit that gives no more of them.
-    """
-    rising: list[int] = (-sizes).tolist()
-    bins = _round_up(len(_longest_runs(rising, room)), ranks)
-    limit = 1 + bisect_left(range(1, room), True, key=lambda limit: len(_longest_runs(rising, limit)) <= bins)
-    return _split(_longest_runs(rising, limit), sizes.size, bins, lambda lo, hi: (lo - hi) * rising[lo])
-
-
-def _longest_runs(rising: list[int], limit: int) -> list[int]:
-    """Where the runs start, each the longest within the limit, or one row. Takes negative sizes, for the bisection.
-
-    Sizes 9, 5, 4, 4, 4, 3 and limit 12: 9 is alone, two of 5 would fit, three of 4: starts [0, 1, 3].
-    """
-    starts: list[int] = []
-    at = 0
-    while at < len(rising):
-        rows = limit // -rising[at] or 1
-        end = bisect_left(rising, -(limit // (rows + 1)), at)  # up to here runs have this many rows
-        starts.extend(range(at, end, rows))
-        at = starts[-1] + rows
-    return starts
-
-
-def _split(starts: list[int], end: int, bins: int, cost: Callable[[int, int], int]) -> Ints:
-    """Halve the most expensive run of two or more rows until there are ``bins`` runs, or only single rows.
-
-    Four runs out of [0, 1, 4] and 6 rows: [0, 1, 2, 4] if rows 1 to 3 cost the most; the answer is the run of each row,
-    [0, 1, 2, 2, 3, 3].
-    """
-    edges = [*starts, end]
-    if len(starts) < bins:
-        heap = [(-cost(lo, hi), lo, hi) for lo, hi in pairwise(edges) if hi - lo > 1]
-        heapify(heap)
-        while heap and len(edges) <= bins:
-            _, lo, hi = heappop(heap)
-            middle = (lo + hi) // 2
-            edges.append(middle)
-            for part in ((lo, middle), (middle, hi)):
-                if part[1] - part[0] > 1:
-                    heappush(heap, (-cost(*part), *part))
-        edges.sort()
-    return np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+    def finish(self, micro: Ints) -> Plan:
+        tokens = self.tokens(micro)
+        rows = np.argsort(micro, kind="stable").astype(np.int64, copy=False)
+        ptr = np.zeros(tokens.size + 1, np.int64)
+        np.cumsum(np.bincount(micro, minlength=tokens.size), out=ptr[1:])
+        for array in (rows, ptr, tokens):
+            array.setflags(write=False)
+        count, n_padding = tokens.size // self.ranks, max(0, tokens.size - rows.size)
+        return Plan(ranks=self.ranks, count=count, rows=rows, ptr=ptr, tokens=tokens, n_padding=n_padding)
 
 
 # -- which bin runs where and when -------------------------------------------------------------------------------------
 
 
-def _deal(tokens: Ints, patches: Ints, ranks: int) -> Ints:
+def _deal(tokens: Ints, ranks: int) -> Ints:
     """The place ``j * ranks + rank`` of each bin: those of similar cost side by side, the largest first.
 
-    Side by side, most patches go to the rank with the fewest so far; equal, the most tokens to that with the fewest.
+    Side by side, the most tokens go to the rank with the fewest so far.
     """
-    falling = np.lexsort((-patches, -tokens))
+    falling = np.argsort(-tokens, kind="stable")
     place = [0] * tokens.size
-    work = list(zip((-patches[falling]).tolist(), (-tokens[falling]).tolist(), falling.tolist(), strict=True))
-    behind = [(0, 0, rank) for rank in range(ranks)]  # what each rank has so far, the least first
+    work = list(zip((-tokens[falling]).tolist(), falling.tolist(), strict=True))
+    behind = [(0, rank) for rank in range(ranks)]  # what each rank has so far, the least first
     for at in range(0, len(work), ranks):
         together = []
-        for (seen, done, rank), (vision, text, which) in zip(behind, sorted(work[at : at + ranks]), strict=True):
+        for (done, rank), (text, which) in zip(behind, work[at : at + ranks], strict=True):
             place[which] = at + rank
-            together.append((seen - vision, done - text, rank))
+            together.append((done - text, rank))
         behind = sorted(together)
     return np.array(place, np.int64)
 
@@ -316,10 +277,6 @@ def _room(max_tokens: int, padding: Padding, layout: Layout) -> int:
     if layout not in ("packed", "padded"):
         raise InvalidArgument(f'layout={layout!r}; it is "packed" or "padded"')
     return max_tokens - max_tokens % padding.total_to if layout == "packed" else max_tokens
-
-
-def _round_up(value: Number, multiple: int) -> Number:
-    return -(-value // multiple) * multiple
 
 
 def _counts(name: str, values: npt.NDArray[np.integer[Any]], least: int) -> Ints:

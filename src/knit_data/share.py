@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from knit_data.affinity import MediaUse
 from knit_data.exchange import END, SHARE, Exchange
 from knit_data.groups import REASONS
 from knit_data.infos import Array, InfoTable, MediaTable
@@ -154,7 +155,7 @@ class Lead:
         columns = mini.table.columns
         # ascending place, so that rows which lie together are read together
         table = mini.table.take(np.lexsort((columns["item"], columns["segment"], columns["writer"])))
-        columns, ranks = table.columns, self.exchange.dp_size
+        columns, ranks, use = table.columns, self.exchange.dp_size, media_use(table)
         made = plan(
             columns["n_tokens"],
             ranks=ranks,
@@ -162,7 +163,7 @@ class Lead:
             layout=self.layout,
             padding=self.padding,
             alone=self.sampler.policy.oversize == "alone",
-            patches=columns["patches"],
+            media=use,
         )
         loss_tokens = int(columns["loss_tokens"].sum())
         numbers = Numbers(
@@ -183,9 +184,9 @@ class Lead:
             train_batch=mini.train_batch,
             clock=clock,
         )
-        stats = {**stats, **_counts(table, made), **_dropped(admitted.entry.dropped)}
+        stats = {**stats, **_counts(table, made), **_encodes(table, use, made), **_dropped(admitted.entry.dropped)}
         stats["waiting_groups"] = float(self.sampler.left_over())
-        names, patches = self._names_of(table), _new_patches(table, made)
+        names, patches = self._names_of(table), _new_patches(use, made)
         token_ids = tuple(np.unique(table.ragged["spans"].data[:, 3]).tolist())
         shares = []
         for rank in range(ranks):
@@ -262,18 +263,49 @@ def _with_stand_in(mine: InfoTable, media: MediaTable) -> tuple[InfoTable, int]:
     return replace(mine, media=both), len(both) - 1
 
 
-def _new_patches(table: InfoTable, made: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Per micro-batch and rank, the costs of the media that this rank has not met before in the mini-batch."""
-    out = [[list[int]() for _ in range(made.ranks)] for _ in range(made.count)]
-    if len(table.media):
-        digests = [d.tobytes() for d in table.media.columns["digest"]]
-        costs, spans = table.media.columns["patches"].tolist(), table.ragged["spans"]
-        for rank in range(made.ranks):
-            met: set[bytes] = set()
-            for j in range(made.count):
-                for row in made.rows_of(rank, j).tolist():
-                    for u in spans.row(row)[:, 0].tolist():
-                        if digests[u] not in met:
-                            met.add(digests[u])
-                            out[j][rank].append(costs[u])
-    return tuple(tuple(map(tuple, row)) for row in out)
+def media_use(table: InfoTable) -> MediaUse:
+    """Which row uses which medium, span by span; media of equal digest are one, wherever they are stored."""
+    digests = np.ascontiguousarray(table.media.columns["digest"]).view("V32").reshape(-1)
+    _, first, number = np.unique(digests, return_index=True, return_inverse=True)
+    spans = table.ragged["spans"]
+    rows = np.repeat(np.arange(len(table)), spans.lengths)
+    return MediaUse(rows, number.reshape(-1)[spans.data[:, 0]], table.media.columns["patches"][first])
+
+
+def _encodes(table: InfoTable, use: MediaUse, made: Plan) -> dict[str, float]:
+    """How often media are encoded, once per rank that uses them, and how often they would be trajectory by trajectory.
+
+    A trajectory that shows an image twice counts twice there: its spans are together twice as long as the medium.
+    """
+    rank = np.empty(len(table), np.int64)
+    rank[made.rows] = np.repeat(np.arange(made.tokens.size) % made.ranks, np.diff(made.ptr))
+    on = use.on(rank, made.ranks)
+    vision = use.patches @ on
+    encodes, distinct = int(on.sum()), int(on.any(axis=1).sum())
+    spans = table.ragged["spans"].data
+    pair = use.media * len(table) + use.rows
+    _, first, inverse = np.unique(pair, return_index=True, return_inverse=True)
+    shown = np.bincount(inverse.reshape(-1), spans[:, 2], first.size)
+    whole = table.media.columns["tokens"][spans[first, 0]]
+    return {
+        "encodes": float(encodes),
+        "naive_encodes": float(np.ceil(shown / whole).sum()),
+        "distinct_media": float(distinct),
+        "ranks_per_medium": encodes / distinct if distinct else 0.0,
+        "vision_imbalance": float(vision.max() * made.ranks / vision.sum()) if vision.sum() else 1.0,
+    }
+
+
+def _new_patches(use: MediaUse, made: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Per micro-batch and rank, the cost of each medium that this rank has not met before, by first use."""
+    place, bins = np.empty_like(made.rows), np.empty_like(made.rows)
+    place[made.rows] = np.arange(made.rows.size)
+    bins[made.rows] = np.repeat(np.arange(made.tokens.size), np.diff(made.ptr))
+    order = np.argsort(place[use.rows], kind="stable")  # by micro-batch, row and span
+    media, where = use.media[order], bins[use.rows[order]]
+    _, first = np.unique(media * made.ranks + where % made.ranks, return_index=True)
+    first.sort()
+    new: list[list[int]] = [[] for _ in range(made.tokens.size)]
+    for b, cost in zip(where[first].tolist(), use.patches[media[first]].tolist(), strict=True):
+        new[b].append(cost)
+    return tuple(tuple(map(tuple, new[at : at + made.ranks])) for at in range(0, len(new), made.ranks))
