@@ -37,6 +37,14 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"scenario": REQUIRED, "admission": "constraint-preserving", "pacing": False, "seed": 0},
     ),
     "Media": (kd.Media, {"tensors": REQUIRED, "tokens": REQUIRED, "kind": "image", "patches": None}),
+    "Media.from_pixels": (
+        kd.Media.from_pixels,
+        {"pixels": REQUIRED, "tokens": REQUIRED, "processor": REQUIRED},
+    ),
+    "place_media": (
+        kd.place_media,
+        {"input_ids": REQUIRED, "media": REQUIRED, "token_id": REQUIRED, "prompt_tokens": None},
+    ),
     "MediaRef": (kd.MediaRef, {"media": REQUIRED, "spans": REQUIRED}),
     "Trajectory": (
         kd.Trajectory,

@@ -36,7 +36,7 @@ from knit_data.simulation import Report, Scenario, Source, simulate
 from knit_data.staleness import Staleness
 from knit_data.store import StoreWriter, TrajectoryStore
 from knit_data.stream import TrajectoryStream
-from knit_data.trajectory import Media, MediaRef, Trajectory
+from knit_data.trajectory import Media, MediaRef, Trajectory, place_media
 
 __version__ = "0.1.0"
 
@@ -84,5 +84,6 @@ __all__ = [
     "at_most",
     "group_advantages",
     "integrations",
+    "place_media",
     "simulate",
 ]
