@@ -21,6 +21,7 @@ from knit_data.features import Call, Era, Features, Kept, Levels, gather, gather
 from knit_data.grad_sync import GradSync
 from knit_data.media import MediaBatch, Medium
 from knit_data.minibatch import MiniBatch
+from knit_data.pixels import finish
 from knit_data.surroundings import Surroundings, Tower
 
 Encode: TypeAlias = Callable[[Mapping[str, Tensor]], "Tensor | Sequence[Tensor]"]
@@ -312,8 +313,8 @@ def chunks(costs: Sequence[int], limit: int) -> list[tuple[int, int]]:
 
 
 def inputs_of(media: Sequence[Medium], device: torch.device) -> dict[str, Tensor]:
-    """What ``encode`` gets: each tensor concatenated over media on dim 0."""
-    finished = [{name: x.to(device, non_blocking=True) for name, x in m.tensors.items()} for m in media]
+    """What ``encode`` gets: images of uint8 pixels finished, each tensor concatenated over media on dim 0."""
+    finished = [finish(m.tensors, device) for m in media]
     names = finished[0].keys()
     for m, tensors in zip(media, finished, strict=True):
         if tensors.keys() != names:
