@@ -100,9 +100,9 @@ def test_images_and_tiles_are_those_of_the_processor(family: str, shape: tuple[i
 
 def test_internvl_cuts_tiles_and_adds_a_thumbnail() -> None:
     name, parameters = WHOLE["InternVL"]
-    assert (
-        kd.Media.from_pixels(noise(40, 90, 3), 1, image_processor(name, **parameters)).tensors["pixels"].shape[0] == 3
-    )
+    processor = SimpleNamespace(image_processor=image_processor(name, **parameters), patch_size=16)
+    media = kd.Media.from_pixels(noise(40, 90, 3), 1, processor)
+    assert media.tensors["pixels"].shape == (3, 48, 48, 3) and media.patches == 3 * 9
 
 
 def test_a_whole_processor_lends_its_image_processor_and_its_patch_size() -> None:
@@ -270,6 +270,8 @@ def test_other_tensors_are_moved_as_they_are() -> None:
     found = finish(tensors, "cpu", torch.bfloat16)
     assert found.keys() == tensors.keys() and all(found[name] is tensors[name] for name in found)
     assert {tensor.device.type for tensor in finish(tensors, "meta").values()} == {"meta"}
+    more = {**kd.Media.from_pixels(noise(28, 28, 3), 1, PATCHES).tensors, "depth": torch.zeros(2)}
+    assert finish(more, "cpu") == more
 
 
 def test_results_are_on_the_device_in_the_dtype_and_the_recipe_is_read_on_the_host() -> None:

@@ -128,7 +128,7 @@ def finish(
     >>> finish({"pixels": white, "recipe": r.packed()}, "cpu")["pixel_values"].flatten().tolist()
     [2.0, 1.0, 0.5]
     """
-    if not tensors.keys() >= NAMES:
+    if tensors.keys() != NAMES:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
     recipe = Recipe.unpacked(tensors["recipe"])
     pixels = tensors["pixels"].to(device, non_blocking=True)
@@ -231,7 +231,7 @@ def _process(image: npt.NDArray[np.uint8], processor: Any) -> tuple[Recipe, Tens
     recipe = _recipe(_settings(processor, worker, cut=grid is not None), who, _INSTEAD)
     shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
     resized = None
-    if grid is not None and grid.shape == (1, 3) and grid[0, 0] == 1:
+    if grid is not None and grid.shape == (1, 3):
         resized = _joined(values, grid[0, 1:].tolist(), recipe)
     elif grid is None and isinstance(values, Tensor) and values.ndim == 4 and values.shape[1] == 3:
         resized = values.movedim(1, -1)
