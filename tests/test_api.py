@@ -90,6 +90,14 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "micro.targets": (kd.MicroBatch.targets, {"name": REQUIRED}),
     "micro.to_tokens": (kd.MicroBatch.to_tokens, {"name": REQUIRED}),
     "micro.model_inputs": (kd.MicroBatch.model_inputs, {}),
+    "SharedEncoder": (
+        kd.SharedEncoder,
+        {"encode": REQUIRED, "module": None, "mode": "recompute", "max_patches": 16_384},
+    ),
+    "encoder.__call__": (kd.SharedEncoder.__call__, {"micro": REQUIRED}),
+    "encoder.model_inputs": (kd.SharedEncoder.model_inputs, {"micro": REQUIRED}),
+    "encoder.backward": (kd.SharedEncoder.backward, {}),
+    "attach": (kd.integrations.huggingface.attach, {"model": REQUIRED, "encoder": REQUIRED}),
     "sum_gradients": (kd.integrations.fsdp.sum_gradients, {"model": REQUIRED}),
 }
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from makers import memory
-from pictures import HIDDEN, Looker, apart, fill, gradients, image, naive, picture
+from pictures import HIDDEN, IMAGE, Looker, apart, fill, gradients, image, naive, picture
 
 import knit_data as kd
 from knit_data.encoder import chunks
@@ -430,6 +430,28 @@ def test_model_inputs_need_an_attached_model():
         for micro in next(loader):
             with pytest.raises(kd.UsageError, match="attach"):
                 encoder.model_inputs(micro)
+
+
+def test_images_lost_before_the_store_are_found_by_the_models_own_placeholder():
+    """agent-lightning #560: no medium in the whole mini-batch, its placeholders still in the prompts."""
+    whole = picture("a", "a", [image("a", 3)], stray=2)
+    sampled = picture("b", "b", [], stray=2)  # a placeholder of the response is the policy's own
+    for trajectory, lost in ((whole, True), (sampled, False)):
+        store = memory()
+        with store.writer("w") as writer:
+            writer.put(kd.Trajectory("a", "a", 0, trajectory.tokens, trajectory.values))
+        store.seal()
+        encoder = kd.SharedEncoder(lambda tensors: tensors["patches"])
+        encoder.adapt(lambda micro, levels: {"features": levels}, frozenset({IMAGE}))
+        sampler = kd.QuotaSampler(kd.TrajectoryStream(store), 1, 1, 1)
+        with kd.TrajectoryLoader(sampler, 64, device="cpu") as loader:
+            (micro,) = next(loader)
+            if lost:
+                with pytest.raises(kd.InvalidTrajectory, match=r"ids \[90\].* images were lost"):
+                    encoder.model_inputs(micro)
+            else:
+                assert encoder.model_inputs(micro) == {}
+                encoder.backward()
 
 
 def test_media_of_two_kinds_in_one_call_are_named():

@@ -62,7 +62,9 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, dict[str, Tensor]]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, str, dict[str, Tensor]]:
     folder: Path = tmp_path_factory.mktemp(request.param)
     store = kd.TrajectoryStore(folder)
     trajectories = rollouts(request.param, images(request.param, 3, torch.float64), per_group=3)
@@ -117,7 +119,10 @@ def test_frozen(case: Any) -> None:
     found, _ = train(0, 1, family, folder, "frozen", "packed", 60, 20)
     assert not any(map(is_tower, found))
     tower = {n: torch.zeros_like(g) for n, g in wanted.items() if is_tower(n)}
-    assert off({**wanted, **tensors(found), **tower}, {**wanted, **tower, next(iter(tower)): torch.ones(1)})["backbone"] < EXACT
+    assert (
+        off({**wanted, **tensors(found), **tower}, {**wanted, **tower, next(iter(tower)): torch.ones(1)})["backbone"]
+        < EXACT
+    )
 
 
 @pytest.fixture(scope="module")
