@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,19 @@ def fill(store: kd.TrajectoryStore, groups: Mapping[str, Sequence[Sequence[str]]
                 ]
             )
     store.seal()
+
+
+def damage(folder: Path, name: str) -> None:
+    """Flip a byte of every stored copy of this image."""
+    needle, hits = image(name).tensors["patches"].numpy().tobytes(), 0
+    for file in folder.rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        if (at := data.find(needle)) >= 0:
+            data[at + 5] ^= 0x40
+            file.chmod(0o644)
+            file.write_bytes(data)
+            hits += 1
+    assert hits
 
 
 class Looker(nn.Module):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from pictures import Looker, apart, fill, gradients, image, naive
+from pictures import Looker, apart, damage, fill, gradients, image, naive
 from spawn import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -90,7 +92,7 @@ def train(rank: int, world: int, folder: str, how: str, mode: str, name: str, ca
         return encode(tensors)
 
     encoder = kd.SharedEncoder(counted, module=module, mode=mode, max_patches=max_patches)
-    with loader_of(folder, name, cap) as loader:
+    with loader_of(folder, name, cap, on_corrupt="mask") as loader:
         mini = next(loader)
         images = 0
         for micro in mini:
@@ -137,6 +139,16 @@ def test_gradients_are_those_of_one_process_and_calls_are_equal(two: Ranks, fold
     assert (calls == 0) == (case[2] == "text")
     if case[2] == "few":
         assert 0 in (images, there)  # one rank has none and encodes all the same
+
+
+def test_a_corrupt_image_on_one_rank_keeps_nobody_waiting(two: Ranks, folder: str, tmp_path: Path):
+    """Two ranks with the same bad file: its users are masked, calls stay equal, gradients finite."""
+    shutil.copytree(Path(folder) / "mixed", tmp_path / "mixed")
+    damage(tmp_path / "mixed", "i1")
+    (found, calls, _), (_, others, _) = two.run(train, str(tmp_path), "fsdp", "recompute", "mixed", 30, 4)
+    assert calls == others and all(np.isfinite(grad).all() for grad in found.values())
+    whole = alone(folder, "mixed", 30)
+    assert found.keys() == whole.keys() and apart(tensors(found), whole) > 1e-3  # without those four trajectories
 
 
 def frozen(rank: int, world: int, folder: str, how: str) -> Any:

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from knit_data.arena import ALIGN, ArenaPool
+from knit_data.arena import ALIGN, ArenaPool, capacity
 from knit_data.errors import CorruptData, KnitError, ShortRead
 from knit_data.infos import Array, InfoTable
 from knit_data.share import Share
@@ -50,6 +50,7 @@ class Medium:
     tokens: int
     patches: int
     kind: str
+    held: int  # bytes of host memory that go with it
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +183,7 @@ class MediaReader:
         self._bad.setdefault(share, {})[u] = error
 
     def _keep(self, medium: Medium) -> None:
-        size = _nbytes(medium)
+        size = medium.held
         if self._kept.pop(medium.digest, None) is not None:
             self._kept_bytes -= size
         if size > CACHE_BYTES:
@@ -191,7 +192,7 @@ class MediaReader:
         self._kept_bytes += size
         while self._kept_bytes > CACHE_BYTES:
             _, old = self._kept.popitem(last=False)
-            self._kept_bytes -= _nbytes(old)
+            self._kept_bytes -= old.held
 
 
 def pieces_of(share: Share, table: InfoTable, starts: Array, masked: Sequence[int]) -> tuple[Array, Array]:
@@ -233,7 +234,8 @@ def _medium(share: Share, u: int, digest: str, owner: Tensor, begins: Sequence[i
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         tensors[name] = owner[begin : begin + size].view(dtype).view(shape)
     cells = media.columns
-    return Medium(digest, tensors, int(cells["tokens"][u]), int(cells["patches"][u]), media.ragged["kind"].text(u))
+    kind, held = media.ragged["kind"].text(u), capacity(begins[-1])
+    return Medium(digest, tensors, int(cells["tokens"][u]), int(cells["patches"][u]), kind, held)
 
 
 def _verified(parts: Sequence[Array], wanted: int) -> KnitError | None:
@@ -243,7 +245,3 @@ def _verified(parts: Sequence[Array], wanted: int) -> KnitError | None:
     if hasher.intdigest() == wanted:
         return None
     return CorruptData(f"{sum(map(len, parts))} bytes do not match their checksum")
-
-
-def _nbytes(medium: Medium) -> int:
-    return sum(t.nbytes for t in medium.tensors.values())
