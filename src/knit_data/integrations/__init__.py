@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_NAMES = ("fsdp",)
+_NAMES = ("fsdp", "huggingface")
 
 
 def __getattr__(name: str) -> Any:
