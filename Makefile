@@ -4,14 +4,17 @@ TORCH  ?= torch==2.13.0
 
 BIN   := .venv/bin
 READY := .venv/.ready
+OLD   := .venv-transformers4
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-transformers4 check bench clean
 
 help:
 	@echo "make demo    train the GRPO example; results in out/demo"
 	@echo "make test    all tests, warnings are errors"
+	@echo "make test-transformers4"
+	@echo "             the tests of models on transformers 4"
 	@echo "make check   ruff, mypy --strict, layers"
 	@echo "make bench   all benchmarks"
 	@echo "make clean   remove what was built; .venv goes too"
@@ -35,6 +38,20 @@ demo: $(READY)
 test: $(READY)
 	@$(BIN)/python -W error -m pytest
 
+# Only what transformers 4 wants otherwise is installed a second time; the rest is that of .venv, named in a .pth file.
+$(OLD)/.ready: $(READY)
+	@echo "venv: creating $(OLD)"
+	@rm -rf $(OLD)
+	@$(BIN)/python -m venv $(OLD)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(OLD)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@echo "venv: installing transformers 4"
+	@$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check 'transformers>=4.57,<5'
+	@touch $@
+
+test-transformers4: $(OLD)/.ready
+	@PYTHONPATH=src $(OLD)/bin/python -W error -m pytest tests/integrations
+
 check: $(READY)
 	@echo "check: ruff"
 	@$(BIN)/ruff check --quiet .
@@ -48,5 +65,5 @@ bench: $(READY)
 	@set -e; for file in benchmarks/bench_*.py; do echo "bench: $$file"; $(BIN)/python "$$file"; done
 
 clean:
-	@rm -rf .venv build dist out src/*.egg-info src/knit_data/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv $(OLD) build dist out src/*.egg-info src/knit_data/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

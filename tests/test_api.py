@@ -97,8 +97,15 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "encoder.__call__": (kd.SharedEncoder.__call__, {"micro": REQUIRED}),
     "encoder.model_inputs": (kd.SharedEncoder.model_inputs, {"micro": REQUIRED}),
     "encoder.backward": (kd.SharedEncoder.backward, {}),
-    "attach": (kd.integrations.huggingface.attach, {"model": REQUIRED, "encoder": REQUIRED}),
     "sum_gradients": (kd.integrations.fsdp.sum_gradients, {"model": REQUIRED}),
+    "image_features": (kd.integrations.huggingface.image_features, {"model": REQUIRED}),
+    "attach": (kd.integrations.huggingface.attach, {"model": REQUIRED, "encoder": REQUIRED}),
+    "trajectory": (
+        kd.integrations.huggingface.trajectory,
+        {"id": REQUIRED, "group": REQUIRED, "policy_version": REQUIRED, "processed": REQUIRED}
+        | {"response_ids": REQUIRED, "model": REQUIRED, "tokens": None, "values": None, "attributes": None}
+        | {"media": None, "loss_mask": None, "mean_policy_version": None},
+    ),
 }
 
 ATTRIBUTES: dict[type, str] = {

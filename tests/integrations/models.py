@@ -42,38 +42,41 @@ def config(family: str, attention: str = "sdpa") -> Any:
     """Two layers each side, 32 wide."""
     import transformers
 
-    text: dict[str, Any] = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    tower: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, patch_size=PATCH)
-    ids: dict[str, Any] = dict(image_token_id=IMAGE)
+    text: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "patch_size": PATCH}
+    ids: dict[str, Any] = {"image_token_id": IMAGE}
     if family in MROPE:
-        rope = dict(rope_type="default", mrope_section=[2, 3, 3])
-        text |= dict(rope_parameters={**rope, "rope_theta": 1e4}, rope_scaling={**rope})  # 5 reads one, 4.57 the other
-        tower |= dict(depth=2, num_heads=2, spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=32)
-        ids |= dict(video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+        rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+        text |= {
+            "rope_parameters": {**rope, "rope_theta": 1e4},
+            "rope_scaling": {**rope},
+        }  # 5 reads one, 4.57 the other
+        tower |= {"depth": 2, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
+        ids |= {"video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
     else:
-        tower |= dict(num_hidden_layers=2, num_attention_heads=2, image_size=SIDE)
-        ids |= dict(image_seq_length=ROW_TOKENS[family])
+        tower |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE}
+        ids |= {"image_seq_length": ROW_TOKENS[family]}
     if family == "qwen2":
-        tower |= dict(embed_dim=32, hidden_size=32, mlp_ratio=2)
+        tower |= {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
         made = transformers.Qwen2VLConfig(text_config=text, vision_config=tower, **ids)
     elif family == "qwen2_5":
-        tower |= dict(window_size=16, fullatt_block_indexes=[1])
+        tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
         made = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=tower, **ids)
     elif family == "qwen3":
-        text |= dict(head_dim=16)
+        text |= {"head_dim": 16}
         text["rope_parameters"]["mrope_interleaved"] = text["rope_scaling"]["mrope_interleaved"] = True
-        tower |= dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
+        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
         made = transformers.Qwen3VLConfig(text_config=text, vision_config=tower, **ids)
     elif family == "llava":
         tower = transformers.CLIPVisionConfig(projection_dim=32, **tower)

@@ -81,7 +81,10 @@ def train(rank: int, world: int, family: str, folder: str, mode: str, layout: st
     if world > 1:
         inner = model.model
         tower = inner.visual if hasattr(inner, "visual") else inner.vision_tower
-        for part in (*inner.language_model.layers, tower, model):
+        blocks = [block for m in tower.modules() if isinstance(m, torch.nn.ModuleList) for block in m]
+        # transformers 5 finds what LLaVA's tower should return by the name of its class, which sharding changes
+        whole = [] if family == "llava" else [tower]
+        for part in (*inner.language_model.layers, *blocks, *whole, model):
             fully_shard(part)
         kd.integrations.fsdp.sum_gradients(model)
     encode = kd.integrations.huggingface.image_features(model)
@@ -118,11 +121,9 @@ def test_frozen(case: Any) -> None:
     family, folder, wanted = case
     found, _ = train(0, 1, family, folder, "frozen", "packed", 60, 20)
     assert not any(map(is_tower, found))
-    tower = {n: torch.zeros_like(g) for n, g in wanted.items() if is_tower(n)}
-    assert (
-        off({**wanted, **tensors(found), **tower}, {**wanted, **tower, next(iter(tower)): torch.ones(1)})["backbone"]
-        < EXACT
-    )
+    tower = {n: torch.ones(1) for n in wanted if is_tower(n)}  # left out of the comparison
+    backbone = {n: g for n, g in wanted.items() if not is_tower(n)}
+    assert off({**tower, **tensors(found)}, {**tower, **backbone})["backbone"] < EXACT
 
 
 @pytest.fixture(scope="module")

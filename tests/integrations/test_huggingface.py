@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from makers import loader
-from models import END, FAMILIES, IMAGE, MROPE, PATCH, ROW_TOKENS, SIDE, START, Float64
-from models import build, config, images, joined, naive, rollouts
+from models import FAMILIES, IMAGE, MROPE, Float64, build, config, images, joined, naive, rollouts
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import knit_data as kd
@@ -226,6 +227,50 @@ def test_a_whole_checkpointed_model_sees_its_features_again(case, way):
         assert_close(found[0][name], gradient, scale=torch.stack([g.abs().max() for g in found[1].values()]).max())
 
 
+# -- sharded and wrapped ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp2_gathers_the_root_for_an_encoding_without_a_forward(case, one_rank, way):
+    """bfloat16 for what is sharded: features and markers pass through the casts. No warning of FSDP2 either."""
+    model, policy = build(case.family), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    media = images(case.family, 3)
+    encoder = Encoder(image_features(model))
+    attach(model, encoder)
+    layers = inner_of(model).language_model.layers
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    with pytest.raises(kd.InvalidArgument, match=r"2 parts are sharded.*layers\.0.*call fully_shard on it too, last"):
+        encoder.fill(media)
+    fully_shard(model, mp_policy=policy)
+    encoder.fill(media)
+    registered = model.__dict__[features._METHOD]
+    encoder.fill(media)
+    assert model.__dict__[features._METHOD] is registered
+    (micro,) = micro_batches(rollouts(case.family, media), "packed")
+    logits = model(**micro.model_inputs(), **encoder.model_inputs(micro)).logits
+    logits.float().square().sum().backward()
+    assert gradients(model).keys() == case.gradients.keys()
+    for name, found in by_trajectory(micro, logits.float()).items():
+        expected = case.logits[name].float()
+        # bfloat16 has 8 bits: a wrong image moves logits by more
+        assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_ddp_is_looked_through(qwen, one_rank):
+    wrapped = DistributedDataParallel(build("qwen3"))
+    encoder = Encoder(image_features(wrapped))
+    attach(wrapped, encoder)
+    encoder.fill(images("qwen3", 2))
+    assert len(encoder.cache) == 2 and encoder.token_ids == {IMAGE}
+
+
 # -- attach -----------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +367,7 @@ def test_media_at_other_ids_are_refused(qwen, ids):
 def test_features_without_deepstack_are_refused(qwen):
     (micro,) = micro_batches(qwen.trajectories, "packed")
     encoder = qwen.encoder()
-    with pytest.raises(kd.UsageError, match="takes 2 levels.*returned 1"):
+    with pytest.raises(kd.UsageError, match=r"takes 2 levels.*returned 1"):
         encoder.inputs(micro, (torch.zeros(micro.media.n_tokens, 32),))
 
 

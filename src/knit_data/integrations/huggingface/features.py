@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, Protocol, get_args
+from types import MappingProxyType
+from typing import Any, Protocol, cast, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,7 @@ from knit_data.errors import InvalidArgument, UsageError
 from knit_data.integrations.huggingface.models import GET, flat, inner_of, parts_of, root_of, takes
 
 _NATIVE = "mm_encoder_outputs"
+_METHOD = "knit_image_features"  # of a sharded model
 _LEVELS = "knit_levels"  # attribute of a marker
 _WHOLE = frozenset({"internvl"})  # families whose forward takes features as one tensor, not as one per image
 
@@ -56,12 +58,8 @@ def image_features(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor 
                 f"{GET} of {type(inner).__name__} takes {named} and needs {needs}, found {sorted(tensors)}; store "
                 "media with the tensors that the model's image processor makes."
             )
-        root = root_of(model)
-        _prepare_sharding(root)
-        returned = getattr(root, GET)(**tensors)
-        _CONTAINERS[inner] = _Container.of(returned)
-        base, deepstack = parts_of(returned)
-        return (flat(base), *map(flat, deepstack)) if deepstack else flat(base)
+        levels = _gathered(root_of(model))(**tensors)
+        return levels if len(levels) > 1 else levels[0]
 
     return encode
 
@@ -125,7 +123,9 @@ def _inputs(
             f"encoder returned {len(levels)}; encode with kd.integrations.huggingface.image_features(model)."
         )
     if native:
-        return {_NATIVE: {"image": _container(inner).fill(levels)}}
+        # No dict, so that FSDP2 passes it on untouched: of tensors among inputs it makes views, and then warns of views
+        # among outputs, where transformers puts these features again.
+        return {_NATIVE: MappingProxyType({"image": _container(inner).fill(levels)})}
     # Integers, because mixed precision of FSDP casts floats, into a tensor without the attribute.
     marker = torch.empty(0, dtype=torch.int64, device=levels[0].device)
     setattr(marker, _LEVELS, levels)
@@ -173,7 +173,7 @@ class _Container:
 
     def fill(self, levels: tuple[Tensor, ...]) -> Any:
         """Levels [tokens, d] as if they were those of one image."""
-        base = levels[0][None] if self.whole else (levels[0],)
+        base = levels[0] if self.whole else (levels[0],)
         deepstack = [level if self.deep_whole else (level,) for level in levels[1:]]
         if self.output is None:
             return (base, deepstack) if deepstack else base
@@ -187,15 +187,29 @@ def _container(inner: nn.Module) -> _Container:
     return _CONTAINERS.get(inner) or _Container.expected(inner)
 
 
-def _prepare_sharding(root: nn.Module) -> None:
-    """Under FSDP2, let ``get_image_features`` gather the root's parameters as a forward does; once."""
-    if isinstance(root, FSDPModule):
-        if GET not in root.__dict__:
-            register_fsdp_forward_method(root, GET)
-        return
+def _encode(root: nn.Module, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """All levels, and the form in which the model returned them is kept for ``attach``."""
+    returned = getattr(root, GET)(**tensors)
+    _CONTAINERS[inner_of(root)] = _Container.of(returned)
+    base, deepstack = parts_of(returned)
+    return (flat(base), *map(flat, deepstack))
+
+
+def _gathered(root: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """``_encode`` of ``root``; under FSDP2 as a method that gathers the root's parameters as its forward does.
+
+    Not ``get_image_features`` itself is registered: it returns views, and FSDP2 warns about those.
+    """
+    sharded: bool = isinstance(root, FSDPModule)
+    if sharded:
+        if _METHOD not in root.__dict__:  # once, or parameters are gathered twice
+            setattr(root, _METHOD, partial(_encode, root))
+            register_fsdp_forward_method(root, _METHOD)
+        return cast(Callable[..., tuple[Tensor, ...]], getattr(root, _METHOD))
     units = [name for name, module in root.named_modules() if isinstance(module, FSDPModule)]
     if units:
         raise InvalidArgument(
-            f"image_features of {type(root).__name__}: {len(units)} parts are sharded, {units[0]!r} first, and the model "
-            "itself is not, so that nothing gathers its own parameters; call fully_shard on the model too, last."
+            f"image_features of {type(root).__name__}: {len(units)} parts are sharded, {units[0]!r} first, and the "
+            "model itself is not, so that nothing gathers its own parameters; call fully_shard on it too, last."
         )
+    return partial(_encode, root)

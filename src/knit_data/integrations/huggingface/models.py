@@ -17,7 +17,7 @@ GET = "get_image_features"
 
 
 def root_of(model: nn.Module) -> nn.Module:
-    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def inner_of(model: nn.Module) -> nn.Module:
@@ -32,7 +32,7 @@ def inner_of(model: nn.Module) -> nn.Module:
             f"needs a vision-language model of transformers with {GET} on itself and on its .model, found "
             f"{type(root).__name__} without {lacks}; load it with AutoModelForImageTextToText."
         )
-    return inner
+    return cast(nn.Module, inner)
 
 
 def takes(inner: nn.Module) -> tuple[list[str], list[str]]:
@@ -52,10 +52,8 @@ def parts_of(returned: Any) -> tuple[Any, Any]:
 
 
 def flat(features: Any) -> Tensor:
-    """[…, d] or a sequence of such -> [Σ tokens, d]."""
-    if isinstance(features, Tensor):
-        return features.flatten(0, -2)
-    return torch.cat([flat(one) for one in features])
+    """[…, d] or a sequence of such -> [Σ tokens, d], a tensor of its own and no view."""
+    return torch.cat([one.flatten(0, -2) for one in ([features] if isinstance(features, Tensor) else features)])
 
 
 _SKELETONS: dict[int, tuple[Any, nn.Module]] = {}  # by id of the config, which is kept so that the id stays its own
