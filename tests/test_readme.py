@@ -32,7 +32,7 @@ def respond(prompt: str, i: int, version: int) -> kd.Trajectory:
 
 
 def test_the_readme_trains(tmp_path, monkeypatch):
-    rollout, training, _, _ = BLOCKS
+    rollout, training, *_ = BLOCKS
     monkeypatch.chdir(tmp_path)
     exec(compile(rollout, "README.md", "exec"), {"prompts": [f"p{g}" for g in range(16)], "respond": respond})
     store = kd.TrajectoryStore("out/run")
@@ -74,7 +74,7 @@ def test_the_readme_launches(tmp_path, monkeypatch):
     trainer = threading.Thread(target=train)
     trainer.start()
     facts = {"kd": kd, "store": store, "respond": respond, "next_prompt": next_prompt}
-    exec(compile(BLOCKS[2], "README.md", "exec"), facts)  # the last group comes after the seal
+    exec(compile(BLOCKS[4], "README.md", "exec"), facts)  # the last group comes after the seal
     trainer.join(60)
     assert not trainer.is_alive()
     assert len(trained) >= 8 * 8 and trained.count("math") == trained.count("code")
@@ -82,7 +82,60 @@ def test_the_readme_launches(tmp_path, monkeypatch):
 
 def test_the_readme_mixes():
     facts = {"kd": kd}
-    exec(compile(BLOCKS[3], "README.md", "exec"), facts)
+    exec(compile(BLOCKS[5], "README.md", "exec"), facts)
     for name in ("shares", "crossing", "tied", "paced"):
         quotas = facts[name] if isinstance(facts[name], kd.Quotas) else kd.Quotas(facts[name])
         assert QuotaSeats(quotas, 16, None, 4).left == 16
+
+
+def test_the_readme_trains_with_images(tmp_path):
+    import numpy as np
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope, "rope_scaling": rope}
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, image_token_id=5, vision_start_token_id=7)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+
+    try:  # on Pillow and NumPy, torchvision or not
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Images
+    except ImportError:
+        from transformers import Qwen2VLImageProcessor as Images
+
+    class Processor:
+        """A tokenizer of our own around a real image processor."""
+
+        image_processor = Images(min_pixels=56 * 56, max_pixels=56 * 56)
+
+        def __call__(self, images, text, return_tensors):
+            made = self.image_processor(images=images, return_tensors=return_tensors)
+            n = int(made["image_grid_thw"].prod()) // 4
+            return {**made, "input_ids": torch.tensor([[9, 7, *[5] * n, 8, *map(len, text.split())]])}
+
+    pixels = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+    responses = [([11, 12, 13], 1.0), ([14, 15], 0.0)]
+    facts = {"kd": kd, "F": torch.nn.functional, "processor": Processor(), "image": pixels, "pixels": pixels}
+    facts |= {
+        "prompt": "how many",
+        "config": config,
+        "name": "q1",
+        "version": 0,
+        "responses": responses,
+        "model": model,
+    }
+    exec(compile(BLOCKS[2], "README.md", "exec"), facts)
+    store = kd.TrajectoryStore(tmp_path)
+    with store.writer("w") as writer:
+        writer.put_group(facts["group"])
+    store.seal()
+    facts["optimizer"] = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sampler = kd.QuotaSampler(kd.TrajectoryStream(store), 1, 1, 2)
+    with kd.TrajectoryLoader(sampler, 64, device="cpu") as facts["loader"]:
+        exec(compile(BLOCKS[3], "README.md", "exec"), facts)
+        assert facts["loader"].stats["loss_tokens"] == 5
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert any("visual" in name for name in moved) and any("layers" in name for name in moved)
