@@ -93,9 +93,9 @@ def build(family: str, dtype: torch.dtype = torch.float32, attention: str = "sdp
     import transformers
 
     with torch.random.fork_rng():
-        torch.manual_seed(0)
         model = transformers.AutoModelForImageTextToText.from_config(config(family, attention))
-        with torch.no_grad():  # initialised as they come, images would hardly move the logits
+        torch.manual_seed(0)  # here, because the initialisation draws other numbers in float64
+        with torch.no_grad():  # as it initialises, images would hardly move the logits
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape) * 0.15 + (parameter.ndim == 1))
     return model.to(dtype).train()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, is_dataclass
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, Protocol, cast, get_args
+from typing import Any, cast, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from knit_data.batch import MicroBatch
+from knit_data.encoder import SharedEncoder
 from knit_data.errors import InvalidArgument, UsageError
 from knit_data.integrations.huggingface.models import GET, flat, inner_of, parts_of, root_of, takes
 
@@ -26,14 +27,6 @@ _NATIVE = "mm_encoder_outputs"
 _METHOD = "knit_image_features"  # of a sharded model
 _LEVELS = "knit_levels"  # attribute of a marker
 _WHOLE = frozenset({"internvl"})  # families whose forward takes features as one tensor, not as one per image
-
-Inputs = Callable[[MicroBatch, tuple[Tensor, ...]], dict[str, Any]]
-
-
-class Adaptable(Protocol):
-    """The part of ``kd.SharedEncoder`` that ``attach`` uses."""
-
-    def adapt(self, inputs: Inputs, token_ids: frozenset[int]) -> None: ...
 
 
 def image_features(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor | tuple[Tensor, ...]]:
@@ -45,8 +38,9 @@ def image_features(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor 
     patches, give [10, d]: four patches make a token.
 
     Under FSDP2 the call goes through the root, which must itself be sharded, because a tower that is called alone
-    would become a root of its own. Tensors that the model's ``get_image_features`` does not name, or that it needs
-    and are not there, raise ``InvalidArgument``.
+    would become a root of its own. Of LLaVA on transformers 5 shard the tower's layers and not the tower: it looks
+    for its hidden states by the name of its class, which sharding changes. Tensors that the model's
+    ``get_image_features`` does not name, or that it needs and are not there, raise ``InvalidArgument``.
     """
     inner = inner_of(model)
     named, needs = takes(inner)
@@ -64,7 +58,7 @@ def image_features(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor 
     return encode
 
 
-def attach(model: nn.Module, encoder: Adaptable) -> None:
+def attach(model: nn.Module, encoder: SharedEncoder) -> None:
     """Make ``model(**micro.model_inputs(), **encoder.model_inputs(micro))`` see the encoder's features.
 
     Where the model's ``forward`` has no ``mm_encoder_outputs``, ``get_image_features`` of its inner model is replaced
@@ -97,7 +91,7 @@ def _inputs(
     inner: nn.Module, token: int, native: bool, micro: MicroBatch, levels: tuple[Tensor, ...]
 ) -> dict[str, Any]:
     """Keyword arguments that bring ``levels`` into a forward. Everything checked here is known to the host."""
-    media: Any = micro.media
+    media = micro.media
     if media.token_ids != {token}:
         raise UsageError(
             f"the media of this micro-batch stand at ids {sorted(media.token_ids)} (-1: a span of several), "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from knit_data.errors import InvalidTrajectory
 from knit_data.integrations.huggingface.models import GET, flat, inner_of, parts_of, skeleton, takes
-from knit_data.trajectory import Media, MediaRef, Trajectory
+from knit_data.trajectory import Media, MediaRef, Trajectory, place_media
 
 # What processors return about the text, and the counts of tiles, which follow from the placeholders.
 _TEXT = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "num_patches"})
@@ -71,7 +71,7 @@ def trajectory(
     if media is None:
         media = _images(who, config, pixels, prompt) if pixels else ()
     ids = torch.cat([prompt, response])
-    refs = _place(ids, media, config.image_token_id, n)
+    refs = place_media(ids, media, config.image_token_id, n)
     mask = torch.ones(r) if loss_mask is None else _tensor(loss_mask).float()
     columns = {"input_ids": ids, "loss_mask": _whole_column(f"{who}: loss_mask", mask, n, r, alone=True)}
     if hasattr(inner, "get_rope_index"):
@@ -160,21 +160,6 @@ def _runs(ids: Tensor, token: int) -> list[int]:
     """Lengths of the runs of one id: [5, 7, 7, 5, 7] and 7 give [2, 1]."""
     found, counts = torch.unique_consecutive(ids == token, return_counts=True)
     return [int(count) for count in counts[found]]
-
-
-def _place(ids: Tensor, media: Sequence[Media], token: int, prompt_tokens: int) -> list[MediaRef]:
-    """Placeholders of the prompt in order, ``media.tokens`` to each."""
-    places, fills = (ids[:prompt_tokens] == token).nonzero().flatten(), [medium.tokens for medium in media]
-    if len(places) != sum(fills):
-        raise InvalidTrajectory(
-            f"{len(places)} placeholders {token} in the first {prompt_tokens} ids, the {len(fills)} media fill "
-            f"{sum(fills)}: {fills}; take ids and pixels from one call of the processor, and do not cut them."
-        )
-    refs = []
-    for medium, mine in zip(media, places.split(fills) if fills else (), strict=True):
-        runs = mine.tensor_split(((mine.diff() != 1).nonzero().flatten() + 1).tolist())
-        refs.append(MediaRef(medium, [(int(run[0]), len(run)) for run in runs]))
-    return refs
 
 
 def _positions(who: str, inner: Any, prompt: Tensor, r: int, refs: Sequence[MediaRef], grids: Tensor | None) -> Tensor:
