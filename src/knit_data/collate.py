@@ -106,8 +106,10 @@ class Collator:
         draft = _Draft(places, *self.pool.lease(size))
         new, stand_in = self._reader.read(share, j)
         masked = self._fill(share, table, slots, draft, self._reader.corrupt_rows(share, table))
-        media = self._media(share, j, table, slots, masked, new, stand_in)
-        model_ids = self._without_strays(share, table, draft.views, media)
+        pieces, token_ids = pieces_of(share, table, slots.starts, masked)
+        at = slots_of(pieces)
+        media = self._media(share, j, pieces, token_ids, at, new, stand_in)
+        model_ids = self._without_strays(share, table, draft.views, at)
         told_apart = restarts(draft.views["position_ids"], draft.views[ROWS], len(table))
         owner = draft.owner.to(self.device)
         del draft  # its arrays must not outlive this call: the tensors alone hold the lease
@@ -274,9 +276,9 @@ class Collator:
         self,
         share: Share,
         j: int,
-        table: InfoTable,
-        slots: Slots,
-        masked: Sequence[int],
+        pieces: Array,
+        token_ids: Array,
+        at: Array,
         new: tuple[Medium | None, ...],
         stand_in: Medium | None,
     ) -> MediaBatch:
@@ -287,14 +289,13 @@ class Collator:
                 f"Padding(token_id={self.padding.token_id}) is the placeholder of this mini-batch's media: a model "
                 "could not tell padding from images. Pass the tokenizer's pad id."
             )
-        pieces, token_ids = pieces_of(share, table, slots.starts, masked)
         used, which = np.unique(pieces[:, 0], return_inverse=True)
         digests = tuple(share.table.media.columns["digest"][u].tobytes().hex() for u in used.tolist())
         return MediaBatch(
             digests,
             new,
             tuple(zip(which.tolist(), pieces[:, 1].tolist(), pieces[:, 2].tolist(), strict=True)),
-            torch.from_numpy(slots_of(pieces)).to(self.device),
+            torch.from_numpy(at).to(self.device),
             frozenset(token_ids.tolist()),
             share.patches[j],
             share.rank,
@@ -304,9 +305,7 @@ class Collator:
             frozenset(share.token_ids),
         )
 
-    def _without_strays(
-        self, share: Share, table: InfoTable, views: dict[str, Array], media: MediaBatch
-    ) -> Array | None:
+    def _without_strays(self, share: Share, table: InfoTable, views: dict[str, Array], at: Array) -> Array | None:
         """The ids for a model that finds images by their placeholders: a pad id in place of those that were sampled.
 
         None where there are no such. A placeholder before the first token with a loss was not sampled: its image got
@@ -317,7 +316,7 @@ class Collator:
         for known in share.token_ids:
             stray |= ids == known
         stray &= rows < len(table)
-        stray[media.slots.cpu().numpy()] = False
+        stray[at] = False
         if not stray.any():
             return None
         weighed = views["loss_mask"].reshape(-1) != 0

@@ -234,7 +234,7 @@ class SharedEncoder:
 
         Once per mini-batch, on every rank, after the last micro-batch's backward and before clipping. Under FSDP2 the
         gradients are reduced in the last chunk's backward; under DDP those of the whole model are summed over ranks
-        here. A no-op when frozen, and in a mini-batch without media (but for DDP).
+        here, also in a mini-batch without media. A no-op when frozen (DDP then averages, as ever).
         """
         self._report_lost()
         if self.mode == "frozen":
@@ -273,8 +273,9 @@ class SharedEncoder:
     def abandon(self) -> None:
         """Give this mini-batch up, as ``mini.abandon()`` does: no backward is owed."""
         self._sync.release()
+        self._era.over = True
         self._forget()
-        self._spent = self._era.over = True
+        self._spent = True
 
     # -- images that were lost on the way ---------------------------------------------------------------------------
 
