@@ -15,9 +15,9 @@ follows from its seed alone, on whatever machine. How long a response takes is d
 source, not from its tokens: else what is trained early would also be what is short. A group is sampled from the
 weights that were published when it was launched; weights do not change in flight.
 
-What was fixed, and how: task, sizes and learning rate by runs of the colocated arm alone, on seeds 100 to 102 that the
-comparison does not use; of 1e-3, 2e-3 and 3e-3 the learning rate with the best final reward. The times make trainer
-and rollout about equally fast. Nothing was changed after the arms had been compared. The loss is that of
+What was fixed, and how: task, sizes, threshold and learning rate by runs of the colocated arm alone, on seeds that the
+comparison does not use; of 1e-3, 2e-3 and 4e-3 the learning rate with the best final reward over two of them. The times
+make trainer and rollout about equally fast. Nothing was changed after the first whole comparison. The loss is that of
 ``grpo_text.py``: its importance ratios, clipped, correct for a part of what staleness does, as they do in practice.
 ``--slots 32`` is as fast and more asynchronous: four times as many groups in flight, each taking four times as long.
 """
