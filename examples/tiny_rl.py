@@ -63,14 +63,15 @@ class Problem:
         return credit / (len(self.answer) + max(0, surplus))
 
 
-def build_model(seed: int) -> LlamaForCausalLM:
-    """A Llama of 84,160 parameters, randomly initialised: the same on every process that asks with the same seed."""
+def build_model(seed: int, layers: int = 2) -> LlamaForCausalLM:
+    """A Llama of 84,160 parameters, of 43,072 with one layer, randomly initialised: the same on every process that asks
+    with the same seed."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(VOCAB),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=128,
@@ -93,13 +94,16 @@ class Response:
 
 
 @torch.no_grad()
-def sample(model: nn.Module, problems: Sequence[Problem], size: int) -> Iterator[tuple[int, list[Response]]]:
+def sample(
+    model: nn.Module, problems: Sequence[Problem], size: int, limit: int = max(LIMITS.values())
+) -> Iterator[tuple[int, list[Response]]]:
     """``size`` responses to each problem at temperature 1. Yields (index of the problem, its responses) at the moment
-    when the longest of them has ended: a group waits for its tail, and its rows then leave the batch.
+    when the longest of them has ended: a group waits for its tail, and its rows then leave the batch. ``limit``: of
+    tokens, where ``LIMITS`` allow more.
     """
     cache = DynamicCache()
     cached = {("cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"): cache}
-    limits = torch.tensor([LIMITS[problem.source] for problem in problems])
+    limits = torch.tensor([LIMITS[problem.source] for problem in problems]).clamp(max=limit)
     ids = torch.zeros(len(problems), size, int(limits.max()), dtype=torch.long)
     logprobs = torch.zeros(ids.shape)
     lengths = torch.zeros(len(problems), size, dtype=torch.long)
