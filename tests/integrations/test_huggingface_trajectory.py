@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 import torch
 from models import END, IMAGE, MROPE, PATCH, ROW_TOKENS, SIDE, START, build, config, images, naive
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import knit_data as kd
-from knit_data.integrations.huggingface import trajectory
+from knit_data.integrations.huggingface import attach, image_features, trajectory
 
 transformers = pytest.importorskip("transformers")
 
@@ -289,3 +291,53 @@ def test_adjacent_images_of_one_row_stay_placed():
     ids = torch.tensor([10, *[IMAGE] * 32, 11])
     t = make("llava", {"input_ids": ids, "pixel_values": torch.cat([m.tensors["pixel_values"] for m in medium])})
     assert [(ref.media.tokens, ref.spans) for ref in t.media] == [(32, [(1, 32)])]
+
+
+def trained(family: str, members: Sequence[kd.Trajectory]) -> tuple[dict[str, Tensor], float, float]:
+    """Gradients of one step, the loss, and the bytes that were read."""
+    store = kd.TrajectoryStore("memory://")
+    with store.writer("w") as writer:
+        writer.put_group(members)
+    store.seal()
+    model = build(family)
+    encoder = kd.SharedEncoder(image_features(model))
+    attach(model, encoder)
+    sampler = kd.QuotaSampler(kd.TrajectoryStream(store), 1, 1, None)
+    with kd.TrajectoryLoader(sampler, 4096, device="cpu") as loader:
+        mini = next(loader)
+        total = 0.0
+        for micro in mini:
+            logits = model(**micro.model_inputs(), **encoder.model_inputs(micro)).logits
+            loss = cross_entropy(logits.flatten(0, 1), micro["labels"], ignore_index=-100)
+            loss.backward()
+            total += float(loss.detach())
+        encoder.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, total, mini.stats["bytes_read"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "llava", "internvl"])
+def test_uint8_pixels_train_like_the_processors_floats(family):
+    """Bit by bit the same step, for an eighth of the bytes (a quarter where still images are not repeated in time)."""
+    processed = process(family, 1)
+    float_tokens = make(family, processed)
+    if family in MROPE:
+        shape = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+        made = processor("Qwen2VLImageProcessor", **shape, min_pixels=64, max_pixels=1024)
+    elif family == "llava":
+        crop = {"height": SIDE, "width": SIDE}
+        made = processor("CLIPImageProcessor", size={"shortest_edge": SIDE}, crop_size=crop)
+    else:
+        size = {"height": SIDE, "width": SIDE}
+        made = processor("GotOcr2ImageProcessor", size=size, crop_to_patches=True, max_patches=4)
+    pixels = kd.Media.from_pixels(pictures(1)[0], float_tokens.media[0].media.tokens, made)
+    found = [
+        trained(family, [replace(make(family, processed, media=media), id=f"g/{i}") for i in range(3)])
+        for media in (None, [pixels])
+    ]
+    (floats, loss, many), (bytes_, same, few) = found
+    assert loss == same and floats.keys() == bytes_.keys()
+    assert all(torch.equal(floats[name], bytes_[name]) for name in floats)
+    heavy = sum(t.nbytes for t in float_tokens.media[0].media.tensors.values())
+    light = sum(t.nbytes for t in pixels.tensors.values())
+    assert many - few == heavy - light
+    assert pixels.tensors["pixels"].nbytes * (8 if family in MROPE else 4) == processed["pixel_values"].nbytes
