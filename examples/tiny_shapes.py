@@ -159,7 +159,7 @@ def prefill(model: Any, prompts: Sequence[Prompt]) -> tuple[dict[str, Tensor], T
 
 
 def build_model(seed: int) -> Any:
-    """A Qwen2.5-VL of 326,000 parameters, randomly initialised: the same on every process that asks with the same seed."""
+    """A Qwen2.5-VL of 326,000 parameters, randomly initialised: the same on every process that has the same seed."""
     torch.manual_seed(seed)
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}  # of the 8 frequencies of a head
     text = {
