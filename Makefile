@@ -8,16 +8,17 @@ OLD   := .venv-transformers4
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-transformers4 check bench clean
+.PHONY: help demo demo-text test test-transformers4 check bench clean
 
 help:
-	@echo "make demo    train the GRPO example; results in out/demo"
-	@echo "make test    all tests, warnings are errors"
+	@echo "make demo       train the GRPO example with images; results in out/demo"
+	@echo "make demo-text  the one without images; results in out/text"
+	@echo "make test       all tests, warnings are errors"
 	@echo "make test-transformers4"
-	@echo "             the tests of models on transformers 4"
-	@echo "make check   ruff, mypy --strict, layers"
-	@echo "make bench   all benchmarks"
-	@echo "make clean   remove what was built; .venv goes too"
+	@echo "                the tests of models on transformers 4"
+	@echo "make check      ruff, mypy --strict, layers"
+	@echo "make bench      all benchmarks"
+	@echo "make clean      remove what was built; .venv goes too"
 	@echo "The first of them makes .venv with PYTHON=$(PYTHON) and TORCH='$(TORCH)'."
 
 # torch comes first and by its version: the build of the extension needs it, and nothing else may choose it.
@@ -32,8 +33,10 @@ $(READY): pyproject.toml setup.py $(wildcard csrc/*)
 	@touch $@
 
 demo: $(READY)
-	@mkdir -p out/demo
-	@$(BIN)/python examples/grpo_text.py --out out/demo
+	@$(BIN)/python examples/grpo_shapes.py --out out/demo
+
+demo-text: $(READY)
+	@$(BIN)/python examples/grpo_text.py --out out/text
 
 test: $(READY)
 	@$(BIN)/python -W error -m pytest

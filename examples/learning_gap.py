@@ -33,17 +33,19 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 import torch
-from grpo_text import grpo_loss, trajectory
+from grpo_run import grpo_loss, logprobs_of
+from grpo_text import trajectory
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from tiny_rl import LETTERS, PROMPT_WIDTH, Problem, Response, build_model, sample
+from sampling import Response, sample
+from tiny_rl import LETTERS, LIMITS, PROMPT_WIDTH, Problem, build_model, decode, encode
 from torch import nn
 
 import knit_data as kd
@@ -195,7 +197,7 @@ class Rollouts:
 
     def _sample(self) -> None:
         problems = [flight.problem for flight in self._fresh]
-        for i, responses in sample(self._model, problems, GROUP_SIZE, LIMIT) if problems else ():
+        for i, responses in respond(self._model, problems, GROUP_SIZE) if problems else ():
             self._fresh[i].responses = responses
         self._fresh.clear()
 
@@ -205,7 +207,7 @@ class Rollouts:
         group, problem = flight.launch.group, flight.problem
         self._writer.put_group(
             [
-                trajectory(f"{group}/{i}", group, flight.version, problem, response, problem.reward(response.text))
+                trajectory(f"{group}/{i}", group, flight.version, problem, response)
                 for i, response in enumerate(flight.responses)
             ]
         )
@@ -271,8 +273,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, mini: kd.Mini
     for micro in mini:
         logits = model(**micro.model_inputs()).logits
         loss = grpo_loss(
-            logits,
-            micro["labels"],
+            logprobs_of(logits, micro["labels"]),
             micro.targets("logprobs"),
             micro.to_tokens("advantage"),
             micro.targets("loss_mask"),
@@ -292,12 +293,18 @@ def take_time(rollouts: Rollouts, sampler: kd.QuotaSampler) -> None:
         sampler.tend()
 
 
+def respond(model: nn.Module, problems: Sequence[Problem], size: int) -> Iterator[tuple[int, list[Response]]]:
+    prompts = {"input_ids": torch.tensor([encode(problem.prompt) for problem in problems])}
+    limits = [min(LIMIT, LIMITS[problem.source]) for problem in problems]
+    return sample(model, prompts, torch.full((len(problems),), PROMPT_WIDTH), limits, size)
+
+
 def evaluate(model: nn.Module) -> float:
     """Mean reward on the held-out prompts at temperature 1; the same random numbers every time, none of the run's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        groups = sample(model, HELD_OUT, EVALUATED, LIMIT)
-        return mean(HELD_OUT[i].reward(response.text) for i, group in groups for response in group)
+        groups = respond(model, HELD_OUT, EVALUATED)
+        return mean(HELD_OUT[i].reward(decode(response.ids)) for i, group in groups for response in group)
 
 
 # -- what it came to --------------------------------------------------------------------------------------------------

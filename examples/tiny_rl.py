@@ -1,15 +1,13 @@
-"""What ``grpo_text.py`` trains: three tasks over single characters, a tiny causal language model, and a sampler."""
+"""What ``grpo_text.py`` trains: three tasks over single characters, and a tiny causal language model."""
 
 from __future__ import annotations
 
-import inspect
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 EOS, LETTERS, DIGITS = ".", "abcd", "01234"
 VOCAB = EOS + " " + LETTERS + DIGITS + "?>+="
@@ -81,52 +79,3 @@ def build_model(seed: int, layers: int = 2) -> LlamaForCausalLM:
         pad_token_id=0,
     )
     return LlamaForCausalLM(config)
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    ids: list[int]
-    logprobs: list[float]  # of each id, under the distribution that it was drawn from
-
-    @property
-    def text(self) -> str:
-        return decode(self.ids)
-
-
-@torch.no_grad()
-def sample(
-    model: nn.Module, problems: Sequence[Problem], size: int, limit: int = max(LIMITS.values())
-) -> Iterator[tuple[int, list[Response]]]:
-    """``size`` responses to each problem at temperature 1. Yields (index of the problem, its responses) at the moment
-    when the longest of them has ended: a group waits for its tail, and its rows then leave the batch. ``limit``: of
-    tokens, where ``LIMITS`` allow more.
-    """
-    cache = DynamicCache()
-    cached = {("cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"): cache}
-    limits = torch.tensor([LIMITS[problem.source] for problem in problems]).clamp(max=limit)
-    ids = torch.zeros(len(problems), size, int(limits.max()), dtype=torch.long)
-    logprobs = torch.zeros(ids.shape)
-    lengths = torch.zeros(len(problems), size, dtype=torch.long)
-    ended = torch.zeros(len(problems), size, dtype=torch.bool)
-    running = torch.arange(len(problems))
-    inputs = torch.tensor([encode(problem.prompt) for problem in problems]).repeat_interleave(size, 0)
-    step = 0
-    while len(running):
-        logp = model(input_ids=inputs, use_cache=True, **cached).logits[:, -1].float().log_softmax(-1)
-        inputs = torch.multinomial(logp.exp(), 1)
-        ids[running, :, step] = inputs.view(-1, size)
-        logprobs[running, :, step] = logp.gather(1, inputs).view(-1, size)
-        step += 1
-        lengths[running] += ~ended[running]
-        ended[running] |= (inputs.view(-1, size) == 0) | (step >= limits[running])[:, None]
-        over = ended[running].all(1)
-        if over.any():
-            for i in running[over].tolist():
-                yield i, [_response(ids[i, j], logprobs[i, j], n) for j, n in enumerate(lengths[i].tolist())]
-            kept = (~over).repeat_interleave(size).nonzero()[:, 0]
-            cache.batch_select_indices(kept)
-            inputs, running = inputs[kept], running[~over]
-
-
-def _response(ids: Tensor, logprobs: Tensor, length: int) -> Response:
-    return Response(ids[:length].tolist(), logprobs[:length].tolist())
