@@ -1,6 +1,7 @@
 # Every target sets up what it needs: a machine with Python, a C++ compiler and make is enough.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+JOBS   ?= 2
 
 BIN   := .venv/bin
 READY := .venv/.ready
@@ -39,7 +40,7 @@ demo-text: $(READY)
 	@$(BIN)/python examples/grpo_text.py --out out/text
 
 test: $(READY)
-	@$(BIN)/python -W error -m pytest
+	@$(BIN)/python -W error -m pytest --numprocesses $(JOBS) --dist loadfile
 
 # Only what transformers 4 wants otherwise is installed a second time; the rest is that of .venv, named in a .pth file.
 $(OLD)/.ready: $(READY)
