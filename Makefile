@@ -66,7 +66,8 @@ check: $(READY)
 	@$(BIN)/python -W error -m pytest --quiet tests/test_layers.py
 
 bench: $(READY)
-	@set -e; for file in benchmarks/bench_*.py; do echo "bench: $$file"; $(BIN)/python "$$file"; done
+	@set -e; for file in benchmarks/bench_*.py; do \
+	  echo "bench: $$file"; OMP_WAIT_POLICY=PASSIVE $(BIN)/python "$$file"; done
 
 clean:
 	@rm -rf .venv $(OLD) build dist out src/*.egg-info src/knit_data/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -164,8 +164,9 @@ class SharedEncoder:
     def _encode_new(self, media: MediaBatch, device: torch.device) -> None:
         fresh = list(zip(media.patches[media.rank], media.new, strict=True)) if media.patches else []
         if self.mode == "frozen" and not self._sync.in_step:
-            version = 0 if self._tower is None else self._tower.version()
-            self._found |= self._kept.recall(version, [m.digest for _, m in fresh if m is not None])
+            if fresh:
+                version = 0 if self._tower is None else self._tower.version()
+                self._found |= self._kept.recall(version, [m.digest for _, m in fresh if m is not None])
             fresh = [(cost, m) for cost, m in fresh if m is not None and m.digest not in self._found]
             count = len(chunks([cost for cost, _ in fresh], self.max_patches))
         else:

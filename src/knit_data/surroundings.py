@@ -60,13 +60,18 @@ class Tower:
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self._roots: list[nn.Module] = []  # those that are in no other
         self._warned = False
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         seen: dict[int, nn.Module] = {}
+        inside: set[int] = set()
 
         def note(module: nn.Module, _inputs: Any) -> None:
+            if id(module) not in inside:  # an outer module runs before its parts
+                self._roots.append(module)
+                inside.update(map(id, module.modules()))
             seen.setdefault(id(module), module)
 
         handle = register_module_forward_pre_hook(note)
@@ -78,7 +83,7 @@ class Tower:
 
     def version(self) -> int:
         """Another number once a weight has changed, in place or by another in its place."""
-        parameters = {id(p): p._version for m in self.modules for p in m.parameters()}
+        parameters = {id(p): p._version for m in self._roots for p in m.parameters()}
         return hash(tuple(parameters.items()))
 
     def mode(self) -> tuple[bool, ...]:
