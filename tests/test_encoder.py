@@ -48,9 +48,8 @@ def trained(model: Looker, encoder: kd.SharedEncoder, mini: kd.MiniBatch) -> lis
 
 
 @pytest.mark.parametrize("mode", ["retain", "recompute"])
-@pytest.mark.parametrize("levels", [1, 3])
 @pytest.mark.parametrize(("layout", "cap"), [("packed", 26), ("packed", 60), ("padded", 60), ("packed", 1000)])
-@pytest.mark.parametrize("max_patches", [1, 9, 1000])
+@pytest.mark.parametrize(("levels", "max_patches"), [(1, 1), (3, 9), (1, 1000)])
 def test_gradients_are_those_of_encoding_every_time(mode, levels, layout, cap, max_patches):
     model = Looker(levels).double()
     encoder = kd.SharedEncoder(model.encode, mode=mode, max_patches=max_patches)
