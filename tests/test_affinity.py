@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knit_data import affinity
-from knit_data.affinity import MediaUse, gather, homes, trade
+from knit_data.affinity import MediaUse, bring_together, homes, trade
 from knit_data.errors import InvalidArgument
 
 no_clock = settings(deadline=None)
@@ -151,7 +151,7 @@ def test_gathering_changes_no_micro_batch_s_sizes(data: st.DataObject, ranks: in
     sizes = np.array(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=30)))
     micro = np.array(data.draw(st.lists(st.integers(0, 4 * ranks - 1), min_size=sizes.size, max_size=sizes.size)))
     use = MediaUse(np.arange(sizes.size), np.arange(sizes.size) % 4, np.full(4, 4))
-    out = gather(micro, sizes, use, ranks)
+    out = bring_together(micro, sizes, use, ranks)
     assert (out % ranks).tolist() == (micro % ranks).tolist()
     for b in range(4 * ranks):
         assert sorted(sizes[out == b]) == sorted(sizes[micro == b])

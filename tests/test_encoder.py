@@ -155,7 +155,7 @@ def test_frozen_features_are_bounded_in_bytes():
 
 
 @pytest.mark.parametrize("mode", ["retain", "recompute"])
-def test_an_extra_pass_before_training_shares_its_features(mode):
+def test_an_extra_pass_encodes_for_itself(mode):
     model = Looker().double()
     encoder = kd.SharedEncoder(model.encode, mode=mode)
     with minis() as loader:
@@ -164,7 +164,7 @@ def test_an_extra_pass_before_training_shares_its_features(mode):
             extra = [encoder(micro) for micro in mini.micro_batches()]
         calls = model.calls
         micros = trained(model, encoder, mini)
-        assert model.calls == calls * (2 if mode == "recompute" else 1)
+        assert model.calls == calls * (3 if mode == "recompute" else 2)
         assert not extra[0].requires_grad
         found = gradients(model)
         model.zero_grad()
@@ -191,6 +191,166 @@ def test_an_extra_pass_in_eval_mode_leaves_no_features_to_the_training_pass(mode
         wild = [encoder(micro) for micro in mini]
         assert not torch.equal(calm[0], wild[0])
         encoder.abandon()
+
+
+@pytest.mark.parametrize("mode", ["retain", "recompute", "frozen"])
+def test_other_weights_in_an_extra_pass_do_not_reach_the_training_pass(mode):
+    """The reference's weights are loaded for a pass, the policy's again for training."""
+    model, reference = Looker().double(), Looker().double()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(0.5)
+    policy = {name: p.clone() for name, p in model.state_dict().items()}
+    encoder = kd.SharedEncoder(model.encode, mode=mode)
+    with minis() as loader:
+        mini = next(loader)
+        model.load_state_dict(reference.state_dict())
+        with torch.no_grad():
+            for micro in mini.micro_batches():
+                encoder(micro)
+        model.load_state_dict(policy)
+        micros = trained(model, encoder, mini)
+        found = gradients(model)
+        model.zero_grad()
+        model.tower.requires_grad_(mode != "frozen")
+        naive(model, micros, media_of(GROUPS), mini.loss_tokens)
+        assert apart(found, gradients(model)) < EXACT
+
+
+def test_passes_side_by_side_each_have_their_own_features():
+    model = Looker()
+    encoder = kd.SharedEncoder(model.encode)
+    with minis() as loader:
+        mini = next(loader)
+        for micro, old in zip(mini, mini.micro_batches(), strict=False):
+            with torch.no_grad():
+                before = encoder(old)
+            features = encoder(micro)
+            assert torch.equal(before, features) and features.requires_grad and not before.requires_grad
+            features.sum().backward()
+        encoder.backward()
+
+
+@pytest.mark.parametrize("mode", ["retain", "recompute"])
+@pytest.mark.parametrize("change", ["step", "eval"])
+def test_a_backward_through_a_changed_tower_is_refused(mode, change):
+    model = Looker(dropout=0.1)
+    encoder = kd.SharedEncoder(model.encode, mode=mode)
+    with minis() as loader, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for micro in next(loader):
+            model(micro, encoder(micro)).backward()
+        if change == "step":
+            torch.optim.SGD(model.tower.parameters(), lr=0.0).zero_grad()
+            with torch.no_grad():
+                model.tower[0].weight.add_(1.0)
+        else:
+            model.eval()
+        with pytest.raises(kd.UsageError, match=r"changed between its forward and encoder.backward\(\)"):
+            encoder.backward()
+        encoder.abandon()
+
+
+def test_a_backward_that_failed_goes_on_where_it_stopped():
+    model = Looker().double()
+    full = []
+
+    def encode(tensors: Any) -> Any:
+        if torch.is_grad_enabled() and full:
+            raise RuntimeError(full.pop())
+        return model.encode(tensors)
+
+    encoder = kd.SharedEncoder(encode, max_patches=4)
+    with minis() as loader:
+        mini = next(loader)
+        micros = []
+        for micro in mini:
+            (model(micro, encoder(micro)) / mini.loss_tokens).backward()
+            micros.append(micro)
+        full.append("out of memory")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            encoder.backward()
+        with torch.inference_mode():  # needs none of the caller's modes
+            encoder.backward()
+        found = gradients(model)
+        model.zero_grad()
+        naive(model, micros, media_of(GROUPS), mini.loss_tokens)
+        assert apart(found, gradients(model)) < EXACT
+
+
+def test_an_encode_that_failed_is_repeated():
+    model = Looker()
+    full = ["out of memory"]
+
+    def encode(tensors: Any) -> Any:
+        if full:
+            raise RuntimeError(full.pop())
+        return model.encode(tensors)
+
+    encoder = kd.SharedEncoder(encode, mode="frozen")
+    with minis(epochs=2) as loader:
+        first = next(loader)
+        micros = iter(first)
+        micro = next(micros)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            encoder(micro)
+        encoder(micro)
+        for rest in micros:
+            encoder(rest)
+        with torch.no_grad():
+            model.tower[0].weight += 1  # seen although the first run of encode failed
+        before = model.calls
+        for micro in next(loader):
+            encoder(micro)
+        assert model.calls > before
+
+
+@pytest.mark.parametrize("change", ["data", "autocast", "eval", "buffer", "assign"])
+def test_what_a_frozen_encoder_keeps_depends_on_more_than_the_image(change):
+    model = Looker()
+    model.tower.insert(1, torch.nn.BatchNorm1d(12).eval())
+    model.eval()
+    encoder = kd.SharedEncoder(model.encode, mode="frozen")
+    with minis(epochs=3) as loader, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seen = []
+        for mini, state in zip(loader, range(3), strict=False):
+            if state == 2:
+                if change == "data":
+                    model.tower[0].weight.data.add_(1.0)
+                    encoder.forget()
+                elif change == "eval":
+                    model.tower.train()
+                elif change == "buffer":
+                    model.tower[1].running_mean += 1
+                elif change == "assign":
+                    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+            before = model.calls
+            with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast" and state == 2):
+                dtypes = {encoder(micro).dtype for micro in mini if micro.media.n_tokens}
+            seen.append(model.calls - before)
+        assert seen[0] > 0 and seen[1] == 0 and seen[2] > 0
+        assert (torch.bfloat16 in dtypes) == (change == "autocast")
+
+
+def test_an_encoder_that_is_forgotten_in_one_mini_batch_is_missed():
+    model = Looker()
+    encoder = kd.SharedEncoder(model.encode)
+    with minis(batch=2) as loader:
+        trained(model, encoder, next(loader))
+        list(next(loader))
+        with pytest.raises(kd.UsageError, match="since the last call there was none"):
+            encoder.backward()
+
+
+def test_another_kind_of_features_is_refused():
+    widths = iter([3, 4])
+    encoder = kd.SharedEncoder(lambda tensors: torch.zeros(len(tensors["patches"]) // 2, next(widths)), max_patches=1)
+    with minis() as loader, pytest.raises(kd.InvalidArgument, match=r"width \[4\], before it was \[3\]"):
+        for micro in next(loader):
+            encoder(micro)
+    with pytest.raises(kd.InvalidArgument, match="takes a micro-batch"):
+        encoder(3)
 
 
 @pytest.mark.parametrize("mode", ["retain", "recompute"])
@@ -348,7 +508,8 @@ def test_batch_norm_in_training_mode_is_told():
         trained(model, encoder, next(loader))
 
 
-def test_recompute_runs_under_the_same_autocast_and_its_cache_hides_no_gradient():
+@pytest.mark.parametrize("inside", [True, False])
+def test_recompute_runs_under_the_same_autocast_and_its_cache_hides_no_gradient(inside):
     found = {}
     for mode in ("retain", "recompute"):
         model = Looker()
@@ -360,7 +521,10 @@ def test_recompute_runs_under_the_same_autocast_and_its_cache_hides_no_gradient(
                     features = encoder(micro)
                     assert features.dtype == torch.bfloat16
                     model(micro, features).backward()
-                encoder.backward()  # inside the region: its weight cache is full of casts without gradients
+                if inside:  # its weight cache is full of casts without gradients
+                    encoder.backward()
+            if not inside:
+                encoder.backward()
         found[mode] = gradients(model)
     assert found["retain"].keys() == found["recompute"].keys()
     for name, gradient in found["retain"].items():

@@ -180,3 +180,99 @@ def test_frozen_on_two_ranks(two: Ranks, folder: str, how: str):
     assert apart(tensors(found), wanted) < EXACT and untouched
     if how == "fsdp":
         assert calls == others and calls[1] > 0  # in step: a sharded tower is encoded again in the next mini-batch
+
+
+def accumulate(rank: int, world: int, folder: str, gathered: bool) -> Any:
+    """Two mini-batches into one gradient under DDP; then one that is given up."""
+    torch.manual_seed(0)
+    model = Looker().double()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=gathered)
+    encoder = kd.SharedEncoder(model.encode, module=wrapped)
+    with loader_of(folder, "mixed", 30, epochs=3) as loader:
+        for _, mini in zip(range(2), loader, strict=False):
+            for micro in mini:
+                (wrapped(micro, encoder(micro)) / mini.loss_tokens).backward()
+            encoder.backward()
+        kept = summed(wrapped, "ddp")
+        for micro in next(loader):
+            wrapped(micro, encoder(micro)).backward()
+        encoder.abandon()
+        given_up = summed(wrapped, "ddp")
+    return kept, all(np.array_equal(kept[name], given_up[name]) for name in kept), wrapped.require_backward_grad_sync
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_ddp_adds_mini_batches_up_and_forgets_what_is_abandoned(two: Ranks, folder: str, gathered: bool, monkeypatch):
+    (found, same, released), (others, _, _) = two.run(accumulate, folder, gathered)
+    wanted = {name: 2 * grad for name, grad in alone(folder, "mixed", 30).items()}
+    assert apart(tensors(found), wanted) < EXACT and apart(tensors(others), wanted) < EXACT
+    assert same and released
+
+
+def buckets(rank: int, world: int, folder: str) -> Any:
+    from knit_data import grad_sync
+
+    before, grad_sync._BUCKET = grad_sync._BUCKET, 200  # most tensors are larger
+    try:
+        return train(rank, world, folder, "ddp", "recompute", "mixed", 30, 4)[0]
+    finally:
+        grad_sync._BUCKET = before
+
+
+def test_ddp_reduces_in_buckets(two: Ranks, folder: str):
+    found, _ = two.run(buckets, folder)
+    assert apart(tensors(found), alone(folder, "mixed", 30)) < EXACT
+
+
+def text_without_backward(rank: int, world: int, folder: str) -> Any:
+    model = Looker()
+    wrapped = DistributedDataParallel(model)
+    encoder = kd.SharedEncoder(model.encode, module=wrapped)
+    with loader_of(folder, "text", 20, epochs=2) as loader:
+        for micro in next(loader):
+            wrapped(micro, encoder(micro)).backward()
+        try:
+            for micro in next(loader):
+                encoder(micro)
+        except kd.UsageError as e:
+            return str(e)
+    return ""
+
+
+def test_under_ddp_a_mini_batch_of_text_needs_the_backward_too(two: Ranks, folder: str):
+    assert all("not the other ranks" in text for text in two.run(text_without_backward, folder))
+
+
+def frozen_sums(rank: int, world: int, folder: str) -> Any:
+    model = Looker().double()
+    model.tower.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    kd.integrations.fsdp.sum_gradients(wrapped)
+    encoder = kd.SharedEncoder(model.encode, module=wrapped, mode="frozen")
+    with loader_of(folder, "mixed", 30) as loader:
+        mini = next(loader)
+        for micro in mini:
+            wrapped.require_backward_grad_sync = micro.is_last
+            (wrapped(micro, encoder(micro)) / mini.loss_tokens).backward()
+        encoder.backward()
+    return summed(wrapped, "ddp")
+
+
+def test_frozen_under_ddp_with_summed_gradients(two: Ranks, folder: str):
+    found, _ = two.run(frozen_sums, folder)
+    wanted = {name: grad for name, grad in alone(folder, "mixed", 30).items() if not name.startswith("tower")}
+    assert apart(tensors(found), wanted) < EXACT
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_the_smallest_image_may_be_corrupt_or_all_of_them(two: Ranks, tmp_path: Path, how: str):
+    groups = {"g0": [[], ["g", "h"], []], "g1": [[]]}
+    fill(kd.TrajectoryStore(tmp_path / "one" / "mixed"), {**groups, "g2": [[]], "g3": [["h"]]})
+    smallest = min("gh", key=lambda name: image(name).tokens)
+    damage(tmp_path / "one" / "mixed", smallest)
+    (_, calls, _), (_, others, _) = two.run(train, str(tmp_path / "one"), how, "recompute", "mixed", 200, 1000)
+    assert calls == others > 0
+    fill(kd.TrajectoryStore(tmp_path / "all" / "mixed"), {f"g{i}": [["i0"], []] for i in range(4)})
+    damage(tmp_path / "all" / "mixed", "i0")
+    (found, calls, _), (_, others, _) = two.run(train, str(tmp_path / "all"), how, "retain", "mixed", 200, 1000)
+    assert calls == others == 0 and not any(name.startswith("tower") for name in found)

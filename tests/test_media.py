@@ -271,3 +271,40 @@ def test_a_mini_batch_of_corrupt_images_alone_is_masked_whole(tmp_path):
             model(micro, encoder(micro)).backward()
         encoder.backward()
     assert model.calls == 0
+
+
+def test_a_file_cut_short_masks_no_neighbour(tmp_path):
+    """Each medium has two tensors, so that a failed read must not be taken for the next medium's."""
+    store = kd.TrajectoryStore(tmp_path / "store")
+    with store.writer("w") as writer:
+        for i in range(3):
+            media = kd.Media({"a": torch.full((2, 6), float(i)), "z": torch.full((40, 6), i, dtype=torch.uint8)}, 1)
+            ids = torch.tensor([1, IMAGE, 2, 3])
+            writer.put_group(
+                [kd.Trajectory(f"t{i}", f"t{i}", 0, {"input_ids": ids}, media=[kd.MediaRef(media, [(1, 1)])])]
+            )
+    store.seal()
+    file = min((tmp_path / "store").rglob("*.safetensors"))
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:-300])
+    with loader_of(store, 3, on_corrupt="mask") as loader:
+        (micro,) = next(loader)
+    assert micro.masked == ("t0",) and len(micro.media.new) == 3 and len(micro.media.pieces) == 2
+
+
+def test_a_sampled_placeholder_is_treated_alike_beside_images_and_later_without():
+    groups = {"a": [["x"], []], "b": [[], []]}
+    with loader_of(stored(groups, stray=1), 2) as loader:
+        for micro in next(loader):
+            assert int((micro.model_inputs()["input_ids"] == IMAGE).sum()) == micro.media.n_tokens
+            micro.media.new  # noqa: B018  # looked at
+    store = stored(groups, stray=1)
+    sampler = kd.QuotaSampler(kd.TrajectoryStream(store), 2, 1, None)
+    with kd.TrajectoryLoader(sampler, 200, device="cpu") as loader:
+        kinds = []
+        for mini in (next(loader), next(loader)):
+            for micro in mini:
+                kinds.append(bool(len(micro.media)))
+                assert int((micro.model_inputs()["input_ids"] == IMAGE).sum()) == micro.media.n_tokens
+                micro.media.new  # noqa: B018  # looked at
+    assert kinds == [True, False]

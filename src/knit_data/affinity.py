@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from knit_data.errors import InvalidArgument
 
-__all__ = ["MediaUse", "gather", "homes", "trade"]
+__all__ = ["MediaUse", "bring_together", "homes", "trade"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -341,7 +341,7 @@ def trade(micro: Ints, sizes: Ints, home: Ints, use: MediaUse, ranks: int, most:
     return np.array(at, np.int64)
 
 
-def gather(micro: Ints, sizes: Ints, use: MediaUse, ranks: int) -> Ints:
+def bring_together(micro: Ints, sizes: Ints, use: MediaUse, ranks: int) -> Ints:
     """The micro-batch ``j * ranks + rank`` of each row, after rows of equal size on one rank have changed places.
 
     Those of a medium are near each other then, and no micro-batch has become larger or smaller.
@@ -349,7 +349,7 @@ def gather(micro: Ints, sizes: Ints, use: MediaUse, ranks: int) -> Ints:
     Four rows of one size in micro-batches 0, 1, 0, 1 of one rank, rows 0 and 1 with an image::
 
         >>> use = MediaUse(np.array([0, 1]), np.array([0, 0]), np.array([16]))
-        >>> gather(np.array([0, 1, 0, 1]), np.full(4, 7), use, ranks=1).tolist()
+        >>> bring_together(np.array([0, 1, 0, 1]), np.full(4, 7), use, ranks=1).tolist()
         [0, 0, 1, 1]
     """
     # the rarest medium of a row says where it belongs: its group's image rather than a logo

@@ -88,7 +88,7 @@ class MicroBatch(Mapping[str, Tensor]):
         prompt = (slots < first) & (first < len(ids)) & (rows < n)
         found = torch.zeros((), dtype=torch.bool, device=ids.device)
         for known in token_ids:
-            found = found | ((ids == known) & prompt).any()
+            found = found | ((ids.long() == known) & prompt).any()
         return found
 
     def model_inputs(self) -> dict[str, Any]:
@@ -97,7 +97,8 @@ class MicroBatch(Mapping[str, Tensor]):
         Packed, a batch dimension of 1 is added and ``position_ids`` that restart keep trajectories apart (there is no
         attention mask). Positions of three axes lead with them, ``[3, B, L]``; packed, the plain ones that restart
         come first, ``[4, 1, T]``. No labels: the model would shift them again. A sampled placeholder, which no medium
-        fills, is the pad id here: a model that looks for placeholders would put features in the wrong place.
+        fills, is the pad id here: a model that looks for placeholders would put features in the wrong place. (Which ids
+        are placeholders is known from the first mini-batch with media on.)
         """
         self.media.marks.add("inputs")
         ids, positions = self.tensors["input_ids"], self.tensors["position_ids"]

@@ -282,8 +282,9 @@ class Collator:
         new: tuple[Medium | None, ...],
         stand_in: Medium | None,
     ) -> MediaBatch:
-        if share.stand_in < 0:
-            return MediaBatch(position=j, mini=share)
+        expected = frozenset(share.token_ids)
+        if not share.stand_ins:
+            return MediaBatch(position=j, mini=share, expected=expected)
         if self.padding.token_id in share.token_ids:
             raise InvalidArgument(
                 f"Padding(token_id={self.padding.token_id}) is the placeholder of this mini-batch's media: a model "
@@ -292,17 +293,17 @@ class Collator:
         used, which = np.unique(pieces[:, 0], return_inverse=True)
         digests = tuple(share.table.media.columns["digest"][u].tobytes().hex() for u in used.tolist())
         return MediaBatch(
-            digests,
-            new,
-            tuple(zip(which.tolist(), pieces[:, 1].tolist(), pieces[:, 2].tolist(), strict=True)),
-            torch.from_numpy(at).to(self.device),
-            frozenset(token_ids.tolist()),
-            share.patches[j],
-            share.rank,
-            stand_in,
-            j,
-            share,
-            frozenset(share.token_ids),
+            digests=digests,
+            fresh=new,
+            pieces=tuple(zip(which.tolist(), pieces[:, 1].tolist(), pieces[:, 2].tolist(), strict=True)),
+            slots=torch.from_numpy(at).to(self.device),
+            token_ids=frozenset(token_ids.tolist()),
+            patches=share.patches[j],
+            rank=share.rank,
+            stand_in=stand_in,
+            position=j,
+            mini=share,
+            expected=expected,
         )
 
     def _without_strays(self, share: Share, table: InfoTable, views: dict[str, Array], at: Array) -> Array | None:

@@ -8,21 +8,23 @@ losses.) Eight responses to one image, in four micro-batches: one encode and one
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from knit_data.batch import MicroBatch
 from knit_data.errors import InvalidArgument, InvalidTrajectory, UsageError
-from knit_data.features import Call, Era, Features, Kept, Levels, gather, gather_with_gradient
+from knit_data.features import Call, Features, Kept, Levels, Visit, gather, gather_with_gradient
 from knit_data.grad_sync import GradSync
 from knit_data.media import MediaBatch, Medium
 from knit_data.minibatch import MiniBatch
 from knit_data.pixels import finish
-from knit_data.surroundings import Surroundings, Tower
+from knit_data.surroundings import State, Surroundings, Tower
 
 Encode: TypeAlias = Callable[[Mapping[str, Tensor]], "Tensor | Sequence[Tensor]"]
 Inputs: TypeAlias = Callable[[MicroBatch, Levels], dict[str, Any]]
@@ -31,16 +33,23 @@ Inputs: TypeAlias = Callable[[MicroBatch, Levels], dict[str, Any]]
 class SharedEncoder:
     """Encodes each distinct medium once per mini-batch.
 
-    ``encode(tensors)`` gets the media's tensors, each concatenated over media on dim 0, and returns their features
-    ``[Σ tokens, d]`` in this order, or a tuple of such (deepstack levels). ``module`` is the model whose gradient sync
-    the encoder may hold back: an FSDP2 root, or DDP. At most ``max_patches`` are encoded at once, or one medium.
+    ``encode(tensors)`` gets the media's tensors (of uint8 pixels: what they become), each concatenated over media on
+    dim 0, and returns their features ``[Σ tokens, d]`` in this order, or a tuple of such (deepstack levels).
+    ``module`` is the model whose gradient sync the encoder may hold back: an FSDP2 root, or DDP. At most
+    ``max_patches`` are encoded at once, or one medium.
 
     * ``"recompute"``: features are made without a graph, and the encoder runs once more in ``backward``, chunk by
       chunk, with the random state and autocast of the first time. Memory: features, their float32 gradients, and one
       chunk's activations.
-    * ``"retain"``: keeps the graph of all media; a third faster in the encoder, where the memory is there.
-    * ``"frozen"``: no gradient. Features are kept over mini-batches, up to ``cache_bytes``, until the weights change;
-      but only where ranks need not keep step, that is with ``module`` not under FSDP2, or on one rank.
+    * ``"retain"``: keeps the graph of all media; no second run, where the memory is there.
+    * ``"frozen"``: no gradient; set ``requires_grad_(False)`` on the tower. Features are kept over passes and
+      mini-batches, up to ``cache_bytes``, until the weights, buffers, training mode or autocast of the modules that run
+      inside ``encode`` change; over mini-batches only where ranks need not keep step, that is with ``module`` not under
+      FSDP2, or on one rank. DDP averages the backbone's gradients then, unless ``integrations.fsdp.sum_gradients`` was
+      called.
+
+    In the other modes features belong to one pass: an extra pass (reference, old log-probabilities) encodes for itself,
+    since weights may have been exchanged for it.
 
     ::
 
@@ -52,9 +61,10 @@ class SharedEncoder:
             encoder.backward()                   # before clipping and the optimizer
 
     Call it on every micro-batch and every rank, also where there are no media: all ranks then make equally many calls
-    of ``encode``, those without media on the mini-batch's smallest with a zero gradient. A mini-batch without any media
-    never calls it. An image's features must not depend on what is encoded beside it. Dropout breaks nothing, but the n
-    responses of a prompt then see one mask instead of n: the encoder warns once.
+    of ``encode``, those without media on the mini-batch's smallest with a zero gradient. An image that several ranks
+    use is encoded by each of them. A mini-batch without any media never calls ``encode``. An image's features must not
+    depend on what is encoded beside it. Dropout breaks nothing, but the n responses of a prompt then see one mask
+    instead of n: the encoder warns once.
     """
 
     cache_bytes = 1 << 30  # of the device, for a frozen encoder's features
@@ -78,26 +88,28 @@ class SharedEncoder:
         self._sync = GradSync(module)
         self._inputs: Inputs | None = None
         self._token_ids = frozenset[int]()
-        self._tower: Tower | None = None
-        self._mode: tuple[bool, ...] = ()  # of the tower when this mini-batch's features were made
+        self._tower = Tower()
+        self._levels: Levels | None = None  # what features without rows look like, once known
         self._single = True  # encode returns one tensor, not a tuple
-        self._empty: Levels = (torch.zeros(0, 0),)  # what features without rows look like
         self._kept = Kept()
+        self._kept_for: State | None = None
+        self._empties = MiniBatch.empty
         self._mini: object = None
-        self._begun = MiniBatch.begun
-        self._found: dict[str, Features]
-        self._calls: list[Call]
-        self._done: set[int]  # micro-batches whose new media are encoded
+        self._calls: deque[Call]
+        self._visits: WeakKeyDictionary[object, dict[bool, Visit]]  # by pass, and by whether with gradients
+        self._open: list[Visit]  # those with gradients, until the backward
+        self._shared: Visit  # of all passes with the same state, when frozen
         self._owed: bool  # a backward
-        self._spent: bool  # the backward was called
         self._lost: Tensor | None  # whether placeholders without media were seen
-        self._era: Era
-        self._forget()
+        self._start()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def __call__(self, micro: MicroBatch) -> Tensor | Levels:
-        """``[media tokens of micro, d]`` in token order, or a tuple of levels; see ``micro.media.slots``."""
+        """``[media tokens of micro, d]`` in token order, or a tuple of levels; see ``micro.media.slots``.
+
+        Without gradients where they are disabled. ``[0, d]`` without media; ``[0, 1]`` before any image was encoded.
+        """
         levels = self._features(micro)
         return levels[0] if self._single else levels
 
@@ -108,66 +120,85 @@ class SharedEncoder:
                 "encoder.model_inputs() needs a model: call kd.integrations.huggingface.attach(model, encoder) first, "
                 "or use encoder(micro), whose rows belong at micro.media.slots."
             )
-        self._look_for_lost(micro)
         levels = self._features(micro)
+        self._look_for_lost(micro)
         return self._inputs(micro, levels) if micro.media.n_tokens else {}
 
     def adapt(self, inputs: Inputs, token_ids: frozenset[int]) -> None:
-        """What ``model_inputs`` makes of features, and the ids at whose places the model wants them."""
+        """For ``attach``: what ``model_inputs`` makes of features, and the ids at whose places the model wants them."""
         self._inputs, self._token_ids = inputs, token_ids
 
     def _features(self, micro: MicroBatch) -> Levels:
+        if not isinstance(micro, MicroBatch):
+            raise InvalidArgument(f"the encoder takes a micro-batch of a TrajectoryLoader, found {micro!r}.")
         media, device = micro.media, micro["input_ids"].device
-        self._enter(media)
-        training = torch.is_grad_enabled() and self.mode != "frozen" and not self._spent
+        if media.mini is not self._mini:
+            self._must_be_settled()
+            self._start()
+            self._mini = media.mini
+        training = torch.is_grad_enabled() and self.mode != "frozen"
+        visit = self._visit(media.visit or self, training, device)
         if training:
-            if self._calls and not self._owed and self._tower is not None and self._tower.mode() != self._mode:
-                self._found, self._calls, self._done = {}, [], set()  # an extra pass in eval() made other features
             self._owed = True
             self._sync.hold()
-        if media.position not in self._done:
-            self._encode_new(media, device)
-            self._done.add(media.position)
+        if media.position not in visit.done:
+            self._encode_new(media, device, visit, training)
+            visit.done.add(media.position)
         media.marks.add("features")
-        missing = [d for d in media.digests if d not in self._found]
+        missing = [d for d in media.digests if d not in visit.found]
         if missing:
             raise UsageError(
                 f"micro-batch {media.position} uses {len(missing)} media that an earlier one was to encode. Call the "
-                "encoder on every micro-batch of the mini-batch, in order and on every rank."
+                "encoder on every micro-batch of a pass, in order and on every rank."
             )
-        pieces = [(self._found[media.digests[i]], first, n) for i, first, n in media.pieces]
+        pieces = [(visit.found[media.digests[i]], first, n) for i, first, n in media.pieces]
+        empty = self._levels or (torch.zeros(0, 1),)
         if not pieces:
-            return tuple(level.to(device) for level in self._empty)
+            return tuple(level.to(device) for level in empty)
         if not training:
-            return tuple(gather(level, pieces) for level in range(len(self._empty)))
-        return tuple(gather_with_gradient(level, pieces, self._era, device) for level in range(len(self._empty)))
+            return tuple(gather(level, pieces) for level in range(len(empty)))
+        return tuple(gather_with_gradient(level, pieces, visit, device) for level in range(len(empty)))
 
-    def _enter(self, media: MediaBatch) -> None:
-        if media.mini is self._mini:
-            return
-        if self._owed and self._calls:
+    def _visit(self, key: object, training: bool, device: torch.device) -> Visit:
+        """Features belong to one pass, since weights, mode and autocast may change between two; unless frozen."""
+        visits = self._visits.setdefault(key, {})
+        if training not in visits:
+            if self.mode == "frozen":
+                state = State.now(self._tower, device)
+                if self._kept_for is not None and not state.same(self._kept_for):
+                    self.forget()
+                visits[training] = self._shared
+            else:
+                visits[training] = Visit()
+                self._open += [visits[training]] if training else []
+        if visits[training].over:
+            raise UsageError(
+                "encoder.backward() was called before the last micro-batch of this pass; call it once, after all of "
+                "them."
+            )
+        return visits[training]
+
+    def _must_be_settled(self) -> None:
+        if self._owed and (self._calls or self._sync.held):
             raise UsageError(
                 "encoder.backward() was not called after the last mini-batch, whose gradients have not reached the "
-                "encoder. Call it once per mini-batch, after the last loss.backward() and before clipping and "
-                "optimizer.step(); or encoder.abandon() to give that mini-batch up."
+                "encoder, or not the other ranks. Call it once per mini-batch, with images or without, after the last "
+                "loss.backward() and before clipping and optimizer.step(); or encoder.abandon() to give that "
+                "mini-batch up."
             )
-        self._forget()
-        self._mini, self._begun = media.mini, MiniBatch.begun
 
-    def _forget(self) -> None:
-        self._found, self._calls, self._done, self._lost = {}, [], set(), None
-        self._owed = self._spent = False
-        self._era = Era()
+    def _start(self) -> None:
+        self._calls, self._open = deque(), []
+        self._visits, self._shared = WeakKeyDictionary(), Visit()
+        self._owed, self._lost = False, None
 
     # -- encoding ---------------------------------------------------------------------------------------------------
 
-    def _encode_new(self, media: MediaBatch, device: torch.device) -> None:
+    def _encode_new(self, media: MediaBatch, device: torch.device, visit: Visit, training: bool) -> None:
         fresh = list(zip(media.patches[media.rank], media.new, strict=True)) if media.patches else []
-        if self.mode == "frozen" and not self._sync.in_step:
-            if fresh:
-                version = 0 if self._tower is None else self._tower.version()
-                self._found |= self._kept.recall(version, [m.digest for _, m in fresh if m is not None])
-            fresh = [(cost, m) for cost, m in fresh if m is not None and m.digest not in self._found]
+        if self._alone:
+            visit.found |= self._kept.recall([m.digest for _, m in fresh if m is not None])
+            fresh = [(cost, m) for cost, m in fresh if m is not None and m.digest not in visit.found]
             count = len(chunks([cost for cost, _ in fresh], self.max_patches))
         else:
             count = max((len(chunks(costs, self.max_patches)) for costs in media.patches), default=0)
@@ -179,41 +210,45 @@ class SharedEncoder:
         stand_in = min(there, key=lambda m: m.patches, default=media.stand_in)
         for i in range(count):
             if i < len(mine) and mine[i]:
-                self._run_first(mine[i], True, device)
-            elif stand_in is not None:  # else all is corrupt, and this is the only rank
-                self._run_first([stand_in], False, device)
+                self._run_first(mine[i], device, visit, training)
+            elif stand_in is not None:  # else all is corrupt, on all ranks
+                self._run_first([stand_in], device, None, training)
 
-    def _run_first(self, media: Sequence[Medium], real: bool, device: torch.device) -> None:
-        surroundings, keep = Surroundings.now(device), self.mode == "retain" and not self._spent
+    @property
+    def _alone(self) -> bool:
+        """Which media are encoded concerns no other rank."""
+        return self.mode == "frozen" and not self._sync.in_step
+
+    def _run_first(self, media: Sequence[Medium], device: torch.device, visit: Visit | None, training: bool) -> None:
+        """``visit``: where the features belong; None only keeps step with other ranks."""
+        surroundings, keep = Surroundings.now(device), self.mode == "retain" and training
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(keep))
             stack.enter_context(surroundings.autocast())
-            if self._tower is None:
-                self._tower = Tower()
+            if not self._tower.known:
                 stack.enter_context(self._tower.watch())
             out = self._checked(self._encode(inputs_of(media, device)), media)
-        self._tower.warn(surroundings.moved_on())
-        self._mode = self._tower.mode()
+        self._tower.warn(surroundings)
         if not keep:
             out = tuple(level.detach() for level in out)
-        self._empty = tuple(level.detach()[:0] for level in out)
-        call = Call(media, out, surroundings, [None] * len(out))
-        if self.mode != "frozen" and not self._spent:
+        self._levels = tuple(level.detach()[:0] for level in out)
+        call = Call(media, out, surroundings, self._tower.weights(), self._tower.training(), [None] * len(out))
+        if training:
             self._calls.append(call)
-        if not real:
-            return
-        first = 0
-        for m in media:
-            rows = tuple(level.detach()[first : first + m.tokens] for level in out)
-            self._found[m.digest] = Features(rows, call, first)
-            first += m.tokens
-        if self.mode == "frozen" and not self._sync.in_step:
-            fresh = {m.digest: self._found[m.digest] for m in media}
-            self._found |= self._kept.keep(self._tower.version(), fresh, self.cache_bytes)
+        if visit is not None:
+            rows = [level.detach().split([m.tokens for m in media]) for level in out]
+            first = 0
+            for m, levels in zip(media, zip(*rows, strict=True), strict=True):
+                visit.found[m.digest] = Features(levels, call, first)
+                first += m.tokens
+        if self.mode == "frozen":
+            self._kept_for = State.now(self._tower, device)
+            if self._alone and visit is not None:
+                fresh = {m.digest: visit.found[m.digest] for m in media}
+                visit.found |= self._kept.keep(fresh, self.cache_bytes)
 
     def _checked(self, returned: Tensor | Sequence[Tensor], media: Sequence[Medium]) -> Levels:
-        self._single = isinstance(returned, Tensor)
         levels = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
         rows = sum(m.tokens for m in media)
         if not levels or not all(isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point() for x in levels):
@@ -226,6 +261,13 @@ class SharedEncoder:
                     f"({[m.tokens for m in media]}). Media.tokens must be what the encoder makes of the medium; if "
                     "there is one more placeholder than features, a placeholder was sampled: count those of the prompt."
                 )
+        widths = [x.shape[1] for x in levels]
+        if self._levels is not None and widths != [x.shape[1] for x in self._levels]:
+            raise InvalidArgument(
+                f"encode returned levels of width {widths}, before it was {[x.shape[1] for x in self._levels]}; one "
+                "encoder makes one kind of features."
+            )
+        self._single = isinstance(returned, Tensor)
         return levels
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -233,50 +275,72 @@ class SharedEncoder:
     def backward(self) -> None:
         """Carry the summed gradients of this mini-batch through the encoder.
 
-        Once per mini-batch, on every rank, after the last micro-batch's backward and before clipping. Under FSDP2 the
-        gradients are reduced in the last chunk's backward; under DDP those of the whole model are summed over ranks
-        here, also in a mini-batch without media. A no-op when frozen (DDP then averages, as ever).
+        Once per mini-batch, on every rank, with images or without, after the last micro-batch's backward and before
+        clipping. Under FSDP2 the tower's gradients are reduced in the last chunk's backward; the backbone's are in that
+        of the last micro-batch, for which the loop sets ``set_requires_gradient_sync(True)``. Under DDP all that this
+        mini-batch left in ``.grad`` is summed over ranks here, and added to what was there before. A no-op when frozen.
+        If it raises, calling it again goes on where it stopped.
         """
         self._report_lost()
         if self.mode == "frozen":
             return
-        if self._mini is None or self._spent:
-            if MiniBatch.begun > self._begun:  # the stream ended: a mini-batch without micro-batches
-                self._begun = MiniBatch.begun
+        if not self._owed:
+            if MiniBatch.empty > self._empties:  # the stream ended: a mini-batch without micro-batches
+                self._empties = MiniBatch.empty
                 return
+            if self._visits:
+                raise UsageError(
+                    "encoder.backward(): since the last call there was no micro-batch encoded with gradients. It is "
+                    "called once per mini-batch, after a training pass that is not under no_grad; encoder.abandon() "
+                    "gives a mini-batch up."
+                )
             raise UsageError(
                 "encoder.backward() is called once per mini-batch, after encoder(micro) or encoder.model_inputs(micro) "
                 "on each of its micro-batches; since the last call there was none."
             )
-        if not self._owed:
-            raise UsageError(
-                "encoder.backward(): all of this mini-batch's micro-batches were encoded under no_grad, so that no "
-                "gradient can have come. Run the training pass with gradients, or encoder.abandon() if there is none."
-            )
-        self._spent = self._era.over = True
-        calls, self._calls = self._calls, []
-        self._found, self._done = {}, set()
-        calls.reverse()
-        while calls:  # each gives its features and gradients up when it is done
-            self._sync.last(len(calls) == 1)
-            self._backward_of(calls.pop())
+        for call in self._calls:
+            if call.weights.written_since() or call.training != self._tower.training():
+                raise UsageError(
+                    "the encoder's weights, or its train() and eval() mode, changed between its forward and "
+                    "encoder.backward(): the gradient would be of another function. Call backward() before "
+                    "optimizer.step(); or encoder.abandon()."
+                )
+        self._close_visits()
+        while self._calls:  # each gives its features and gradients up when it is done
+            self._sync.last(len(self._calls) == 1)
+            self._backward_of(self._calls[0])
+            self._calls.popleft()
         self._sync.reduce()
+        self._owed = False
 
     def _backward_of(self, call: Call) -> None:
         out = call.out
-        if self.mode == "recompute":
-            with torch.enable_grad(), call.surroundings.again():
-                out = self._checked(self._encode(inputs_of(call.media, call.surroundings.device)), call.media)
-        roots = [(level, x) for level, x in enumerate(out) if x.requires_grad]
-        if roots:
-            torch.autograd.backward([x for _, x in roots], [call.gradient(level, x) for level, x in roots])
+        with torch.inference_mode(False), torch.enable_grad():
+            if self.mode == "recompute":
+                with call.surroundings.again():
+                    out = self._checked(self._encode(inputs_of(call.media, call.surroundings.device)), call.media)
+            roots = [(level, x) for level, x in enumerate(out) if x.requires_grad]
+            if roots:
+                torch.autograd.backward([x for _, x in roots], [call.gradient(level, x) for level, x in roots])
+
+    def _close_visits(self) -> None:
+        for visit in self._open:
+            visit.over = True
+            visit.found.clear()
+        self._open.clear()
 
     def abandon(self) -> None:
-        """Give this mini-batch up, as ``mini.abandon()`` does: no backward is owed."""
+        """Give this mini-batch up, as ``mini.abandon()`` does: no backward is owed. Call it on every rank."""
+        self._close_visits()
         self._sync.release()
-        self._era.over = True
-        self._forget()
-        self._spent = True
+        self._calls.clear()
+        self._owed = False
+
+    def forget(self) -> None:
+        """Encode anew what a frozen encoder keeps. Needed only after writes to weights that torch does not count, such
+        as ``p.data.copy_()``."""
+        self._kept.clear()
+        self._kept_for, self._shared = None, Visit()
 
     # -- images that were lost on the way ---------------------------------------------------------------------------
 
@@ -322,6 +386,13 @@ def inputs_of(media: Sequence[Medium], device: torch.device) -> dict[str, Tensor
         if tensors.keys() != names:
             raise InvalidArgument(
                 f"media of one micro-batch have different tensors: {sorted(names)} ({media[0].kind}) and "
-                f"{sorted(tensors)} ({m.kind}); an encode call takes one kind. Keep kinds in different stores."
+                f"{sorted(tensors)} ({m.kind}); an encoder takes one kind, so train on them in runs of their own."
             )
-    return {name: torch.cat([tensors[name] for tensors in finished]) for name in names}
+    try:
+        return {name: torch.cat([tensors[name] for tensors in finished]) for name in names}
+    except RuntimeError as e:
+        shapes = [{name: list(x.shape) for name, x in tensors.items()} for tensors in finished]
+        raise InvalidArgument(
+            f"media {[m.digest[:12] for m in media]} cannot be concatenated on dim 0, their shapes are {shapes}. Store "
+            "tensors that differ in dim 0 only."
+        ) from e

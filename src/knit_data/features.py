@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from knit_data.errors import UsageError
 from knit_data.media import Medium
-from knit_data.surroundings import Surroundings
+from knit_data.surroundings import Surroundings, Weights
 
 Levels: TypeAlias = tuple[Tensor, ...]
 
@@ -28,6 +28,8 @@ class Call:
     media: Sequence[Medium]
     out: Levels  # detached where the graph is not kept
     surroundings: Surroundings
+    weights: Weights
+    training: tuple[bool, ...]
     grads: list[Tensor | None]  # per level, float32 (float64 if the features are); None: no row was used
 
     def add(self, level: int, first: int, grad: Tensor) -> None:
@@ -56,9 +58,11 @@ class Features:
 
 
 @dataclass(eq=False)
-class Era:
-    """One mini-batch; over once its gradients have been used."""
+class Visit:
+    """What was encoded in one pass over a mini-batch; over once its gradients have been used."""
 
+    found: dict[str, Features] = field(default_factory=dict)  # by digest
+    done: set[int] = field(default_factory=set)  # micro-batches whose new media are encoded
     over: bool = False
 
 
@@ -70,23 +74,23 @@ def gather(level: int, pieces: Sequence[Piece]) -> Tensor:
     return torch.cat([f.levels[level][first : first + n] for f, first, n in pieces])
 
 
-def gather_with_gradient(level: int, pieces: Sequence[Piece], era: Era, device: torch.device) -> Tensor:
+def gather_with_gradient(level: int, pieces: Sequence[Piece], visit: Visit, device: torch.device) -> Tensor:
     """The same, with a backward that adds each row's gradient to its call."""
     anchor = torch.zeros((), device=device, requires_grad=True)  # the features themselves need no gradient
-    out: Tensor = _Gather.apply(anchor, level, pieces, era)
+    out: Tensor = _Gather.apply(anchor, level, pieces, visit)
     return out
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, level: int, pieces: Sequence[Piece], era: Era) -> Tensor:
-        ctx.level, ctx.pieces, ctx.era = level, pieces, era
+    def forward(ctx: Any, _anchor: Tensor, level: int, pieces: Sequence[Piece], visit: Visit) -> Tensor:
+        ctx.level, ctx.pieces, ctx.visit = level, pieces, visit
         return gather(level, pieces)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        if ctx.era.over:
+        if ctx.visit.over:
             raise UsageError(
                 "a loss.backward() ran after encoder.backward() or abandon(): its gradient would not reach the "
                 "encoder. Call encoder.backward() once, after the last micro-batch's."
@@ -98,29 +102,29 @@ class _Gather(torch.autograd.Function):
 
 
 class Kept:
-    """Features of earlier mini-batches by content, until the weights change; the least recently used go first."""
+    """Features of earlier mini-batches by content; the least recently used go first."""
 
     def __init__(self) -> None:
         self._features = OrderedDict[str, Features]()
-        self._bytes, self._version = 0, 0
+        self._bytes = 0
 
-    def recall(self, version: int, digests: Sequence[str]) -> dict[str, Features]:
-        """Those of these that are there, made with weights of this version."""
-        if version != self._version:
-            self._features.clear()
-            self._bytes, self._version = 0, version
+    def clear(self) -> None:
+        self._features.clear()
+        self._bytes = 0
+
+    def recall(self, digests: Sequence[str]) -> dict[str, Features]:
+        """Those of these that are there."""
         found = {d: self._features[d] for d in digests if d in self._features}
         for digest in found:
             self._features.move_to_end(digest)
         return found
 
-    def keep(self, version: int, fresh: Mapping[str, Features], limit: int) -> dict[str, Features]:
+    def keep(self, fresh: Mapping[str, Features], limit: int) -> dict[str, Features]:
         """Copies of them, at most ``limit`` bytes in all, that do not hold on to the calls that they come from."""
-        self.recall(version, ())
         own = {d: Features(tuple(level.clone() for level in f.levels)) for d, f in fresh.items()}
         for digest, features in own.items():
             self._features[digest] = features
             self._bytes += features.nbytes
-        while self._bytes > limit:
+        while self._features and self._bytes > limit:
             self._bytes -= self._features.popitem(last=False)[1].nbytes
         return own

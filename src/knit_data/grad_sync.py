@@ -17,11 +17,14 @@ class GradSync:
     """Holds back the gradient sync of one module, which is under FSDP2, under DDP, plain, or absent.
 
     DDP reduces in the backward of its own forward, and an encoder that runs beside that forward is not part of it. So
-    all of a mini-batch's backwards run unreduced, and ``reduce`` sums the gradients over ranks once.
+    all of a mini-batch's backwards run unreduced, and ``reduce`` sums what they left over ranks, once. Gradients that
+    were there before, of earlier mini-batches, are set aside meanwhile.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
         self.module = module
+        self.held = False  # gradients are on their ranks until reduce() or release()
+        self._before: dict[nn.Parameter, Tensor] = {}
 
     @property
     def in_step(self) -> bool:
@@ -32,8 +35,14 @@ class GradSync:
 
     def hold(self) -> None:
         """Before a forward of the module."""
-        if isinstance(self.module, DistributedDataParallel):
-            self.module.require_backward_grad_sync = False
+        if not isinstance(self.module, DistributedDataParallel):
+            return
+        self.module.require_backward_grad_sync = False
+        if not self.held:
+            self.held = True
+            for p in self.module.parameters():
+                if p.grad is not None:
+                    self._before[p], p.grad = p.grad, None
 
     def last(self, on: bool) -> None:
         """Before a backward of the encoder; ``on``: it is the last one."""
@@ -43,19 +52,19 @@ class GradSync:
                     unit.set_requires_gradient_sync(on, recurse=False)
 
     def release(self) -> None:
-        """The next forward of the module syncs as usual."""
-        if isinstance(self.module, DistributedDataParallel):
+        """The next forward of the module syncs as usual. What was held and not reduced is dropped."""
+        if self.held and isinstance(self.module, DistributedDataParallel):
             self.module.require_backward_grad_sync = True
+            for p in self.module.parameters():
+                p.grad = self._before.get(p)
+        self.held, self._before = False, {}
 
     def reduce(self) -> None:
-        """Sum over ranks what is not summed yet."""
-        if not isinstance(self.module, DistributedDataParallel):
+        """Sum over ranks what was held."""
+        if not self.held or not isinstance(self.module, DistributedDataParallel):
             return
-        self.release()
         group = self.module.process_group
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        if not parameters:
-            return
         there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
         dist.all_reduce(there, dist.ReduceOp.MAX, group)
         grads = []
@@ -69,6 +78,10 @@ class GradSync:
             dist.all_reduce(flat, dist.ReduceOp.SUM, group)
             for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 grad.copy_(part.view_as(grad))
+        for parameter, before in self._before.items():
+            parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self.module.require_backward_grad_sync = True
+        self.held, self._before = False, {}
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:

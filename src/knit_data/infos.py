@@ -173,6 +173,12 @@ class MediaTable(Table):
     def take(self, rows: Array) -> MediaTable:
         return MediaTable(**self._take(rows))
 
+    def distinct(self) -> tuple[Array, Array]:
+        """The first row of each content, and for every row which of these it equals: segments hold their own copies."""
+        digests = np.ascontiguousarray(self.columns["digest"]).view("V32").reshape(-1)
+        _, first, which = np.unique(digests, return_index=True, return_inverse=True)
+        return first, which.reshape(-1)
+
     @staticmethod
     def concat(tables: Sequence[MediaTable]) -> MediaTable:
         return MediaTable(**Table._concat(tables))

@@ -177,6 +177,8 @@ class TrajectoryLoader:
             return
         self._closed = True
         if self._exchange.rank == 0 and self._running is not None and self._ended is None:
+            self.sampler.stream.stop()
+            self._running.stop()  # first: until then it admits
             unused = [s.numbers for i, s in self._running.shares().items() if i not in self._finished_minis]
             self._halt()
             ahead = sum(n.n_groups for n in unused if n.epoch == 0)
@@ -253,8 +255,9 @@ class TrajectoryLoader:
         if before is not None and before is not mini and before.half_read:
             self.running().raise_failure()  # if it is that which interrupted it
             raise UsageError(
-                f"mini-batch {before.index} is half read: {before.taken} of its micro-batches were taken. Iterate it "
-                "to its end, or call mini.abandon() to give the rest up, before the next one."
+                f"mini-batch {before.index} is half read: {before.taken} of its micro-batches were taken, its end was "
+                "not reached (zip stops before it unless the mini-batch stands first). Iterate it to its end, or call "
+                "mini.abandon() to give the rest up, before the next one."
             )
 
     def must_be_current(self, mini: MiniBatch) -> None:

@@ -73,9 +73,10 @@ class MediaBatch:
     token_ids: frozenset[int] = frozenset()  # what stands at these slots; -1: several ids in one span
     patches: tuple[tuple[int, ...], ...] = ()  # [ranks]
     rank: int = 0  # which of them is this one
-    stand_in: Medium | None = None  # to encode where others have new media and this rank has none
+    stand_in: Medium | None = None  # to encode where others have new media and this rank has none; None: nobody has
     position: int = 0  # which micro-batch of its mini-batch
     mini: object = None  # the mini-batch, by identity
+    visit: object = None  # the pass over it, by identity
     expected: frozenset[int] = frozenset()  # placeholder ids of the whole mini-batch
     marks: set[str] = field(default_factory=set)  # what was taken: "inputs" of the model, "features" or new media
 
@@ -90,7 +91,7 @@ class MediaBatch:
 
     @property
     def forgotten(self) -> bool:
-        """The model got placeholders, and nothing that belongs there."""
+        """The model got placeholders, and nobody asked for what belongs there."""
         return bool(self.pieces) and self.marks == {"inputs"}
 
     @cached_property
@@ -114,13 +115,16 @@ class MediaReader:
         new = self._media(share, share.new_media[j])
         if len(share.patches[j]) == 1 or not any(share.patches[j]) or any(m is not None for m in new):
             return new, None
-        stand_in = self._media(share, [share.stand_in])[0] or next(reversed(self._kept.values()), None)
-        if stand_in is None:
+        for u in share.stand_ins:
+            if (stand_in := self._media(share, [u])[0]) is not None:
+                return new, stand_in
+        if len(share.stand_ins) < share.stats["distinct_media"]:
             raise CorruptData(
                 f"{self._store.url}: all media that this rank could encode to keep step with the others are corrupt, "
-                f"the mini-batch's smallest too: {next(iter(self._bad[share].values()))}. Restore the files."
+                f"the mini-batch's {len(share.stand_ins)} smallest too: {next(iter(self._bad[share].values()))}. "
+                "Restore the files."
             )
-        return new, stand_in
+        return new, None  # no rank has any that is whole: none encodes
 
     def corrupt_rows(self, share: Share, table: InfoTable) -> list[int]:
         """Rows of the micro-batch read last that use a medium which was found corrupt in this mini-batch."""
@@ -163,7 +167,8 @@ class MediaReader:
         self._timing.bytes_read += sum(len(r.out) for r in reads)
         began, out = time.perf_counter(), []
         for u, digest, key, owner, begins, parts, count in made:
-            error = next((e for e in itertools.islice(errors, count) if e is not None), None)
+            answers = list(itertools.islice(errors, count))  # all of this medium's, whichever failed
+            error = next((e for e in answers if e is not None), None)
             error = error or _verified(parts, int(media.columns["checksum"][u]))
             if error is None:
                 out.append(_medium(share, u, digest, owner, begins))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import ClassVar, Protocol
 
 from knit_data.batch import MicroBatch
@@ -52,7 +53,7 @@ class MiniBatch:
     data, it is empty: no micro-batches, ``n_trajectories == 0``.
     """
 
-    begun: ClassVar[int] = 0  # training passes begun in this process
+    empty: ClassVar[int] = 0  # training passes without micro-batches so far, because a stream had ended
 
     def __init__(self, owner: Owner, number: int, era: int) -> None:
         self._owner, self.number, self.era = owner, number, era
@@ -121,7 +122,7 @@ class MiniBatch:
             )
         self._touch(start=True)
         self._started = True
-        MiniBatch.begun += 1
+        MiniBatch.empty += self.live is None
         return _Pass(self._take)
 
     def micro_batches(self, fields: Iterable[str] | None = None) -> Iterator[MicroBatch]:
@@ -175,7 +176,8 @@ class MiniBatch:
             raise UsageError(
                 f"micro-batch {before.position} of mini-batch {self.index} has {len(before)} media for "
                 f"{before.n_tokens} placeholders. Its micro.model_inputs() were taken, and no features: the model "
-                "would be trained without the images. Pass **encoder.model_inputs(micro) too, or encoder(micro)'s rows."
+                "would be trained without the images. Pass **encoder.model_inputs(micro) too, or encoder(micro)'s "
+                "rows; where a model is to see none, say so by looking at micro.media.new."
             )
 
     def _again(self, j: int, fields: frozenset[str] | None) -> MicroBatch | None:
@@ -202,7 +204,7 @@ class _Pass(Iterator[MicroBatch]):
         if micro is None:
             raise StopIteration
         self._at += 1
-        return micro
+        return replace(micro, media=replace(micro.media, visit=self))
 
 
 def as_fields(fields: Iterable[str] | None) -> frozenset[str] | None:

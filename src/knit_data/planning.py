@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from knit_data.affinity import MediaUse, gather, homes, trade
+from knit_data.affinity import MediaUse, bring_together, homes, trade
 from knit_data.errors import InvalidArgument
 from knit_data.packing import pack, pack_into, pad, pad_into, round_up
 
@@ -146,7 +146,7 @@ def plan(
     job = _Job(round_up(lengths, padding.sequence_to), ranks, _room(max_tokens, padding, layout), layout, padding)
     micro = job.spread()
     if media is not None and media.rows.size:
-        micro = gather(job.with_affinity(micro, media), job.sizes, media, ranks)
+        micro = bring_together(job.with_affinity(micro, media), job.sizes, media, ranks)
     return job.finish(micro)
 
 

@@ -144,14 +144,18 @@ class Prefetcher:
         if self._error is not None:
             raise self._error.with_traceback(self._trace)  # a bare raise would lengthen its traceback every time
 
-    def close(self) -> None:
-        """Stops the thread; idempotent, from any thread."""
+    def stop(self) -> None:
+        """Ends the thread; idempotent, from any thread."""
         with self._turn:
             self._stop = True
             self._turn.notify_all()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=30.0)
+
+    def close(self) -> None:
+        """Stops, and lets go of what was read."""
+        self.stop()
         self._minis.clear()
 
     def _ask(self, i: int) -> None:

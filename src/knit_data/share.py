@@ -22,6 +22,8 @@ from knit_data.planning import Layout, Padding, Plan, plan
 from knit_data.sampler import Admitted, QuotaSampler
 from knit_data.staleness import statistics
 
+_STAND_INS = 4
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -46,8 +48,10 @@ class Share:
     table: InfoTable
     ptr: tuple[int, ...]
     patches: tuple[tuple[tuple[int, ...], ...], ...]  # [count][ranks]: of each medium that is new there, in order
-    token_ids: tuple[int, ...]  # placeholders of the whole mini-batch's media
-    stand_in: int  # row of table.media: the mini-batch's smallest, for ranks that have none when others do; or -1
+    token_ids: tuple[int, ...]  # placeholders of the media of this mini-batch and those before it
+    stand_ins: tuple[
+        int, ...
+    ]  # rows of table.media: the mini-batch's smallest, for ranks that have none when others do
     names: Mapping[int, str]  # writer number -> folder name
     stats: Mapping[str, float]
     entry: Entry
@@ -60,9 +64,8 @@ class Share:
     @cached_property
     def same(self) -> Array:
         """[U] per row of ``table.media`` the first that has the same content: segments each hold their own copy."""
-        digests = np.ascontiguousarray(self.table.media.columns["digest"]).view("V32").reshape(-1)
-        _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
-        out: Array = first[inverse]
+        first, which = self.table.media.distinct()
+        out: Array = first[which]
         return out
 
     @cached_property
@@ -83,7 +86,7 @@ class Share:
             "ptr": self.ptr,
             "patches": self.patches,
             "token_ids": self.token_ids,
-            "stand_in": self.stand_in,
+            "stand_ins": self.stand_ins,
             "names": list(self.names.items()),
             "stats": dict(self.stats),
             "entry": self.entry.to_json(),
@@ -102,7 +105,7 @@ class Share:
             tuple(note["ptr"]),
             tuple(tuple(map(tuple, row)) for row in note["patches"]),
             tuple(note["token_ids"]),
-            note["stand_in"],
+            tuple(note["stand_ins"]),
             dict(note["names"]),
             note["stats"],
             Entry.from_json(note["entry"]),
@@ -128,6 +131,7 @@ class Lead:
         self.sampler, self.exchange = sampler, exchange
         self.max_tokens, self.layout, self.padding = max_tokens, layout, padding
         self._names: dict[int, str] = {}
+        self._token_ids = set[int]()  # of all media so far
 
     def __call__(self, i: int, timeout: float, needed: bool) -> Share | End | None:
         """Mini-batch i, or None if it cannot be admitted within ``timeout`` seconds. An error reaches all ranks."""
@@ -187,12 +191,13 @@ class Lead:
         stats = {**stats, **_counts(table, made), **_encodes(table, use, made), **_dropped(admitted.entry.dropped)}
         stats["waiting_groups"] = float(self.sampler.left_over())
         names, patches = self._names_of(table), _new_patches(use, made)
-        token_ids = tuple(np.unique(table.ragged["spans"].data[:, 3]).tolist())
+        self._token_ids.update(np.unique(table.ragged["spans"].data[:, 3]).tolist())
+        token_ids = tuple(sorted(self._token_ids - {-1}))
         shares = []
         for rank in range(ranks):
             rows = [made.rows_of(rank, j) for j in range(made.count)]
             ptr = np.cumsum([0, *map(len, rows)]).tolist()
-            mine, stand_in = _with_stand_in(table.take(np.concatenate(rows)), table.media)
+            mine, stand_ins = _with_stand_ins(table.take(np.concatenate(rows)), table.media)
             shares.append(
                 Share(
                     numbers,
@@ -201,7 +206,7 @@ class Lead:
                     tuple(ptr),
                     patches,
                     token_ids,
-                    stand_in,
+                    stand_ins,
                     names,
                     stats,
                     admitted.entry,
@@ -254,22 +259,26 @@ def _dropped(counts: Mapping[str, int]) -> dict[str, float]:
     return {f"dropped/{reason}": float(counts.get(reason, 0)) for reason in REASONS}
 
 
-def _with_stand_in(mine: InfoTable, media: MediaTable) -> tuple[InfoTable, int]:
-    """The rank's rows with the smallest of all ``media`` beside its own, and where that stands."""
+def _with_stand_ins(mine: InfoTable, media: MediaTable) -> tuple[InfoTable, tuple[int, ...]]:
+    """The rank's rows with the smallest of all ``media`` beside its own, and where those stand.
+
+    Several, because one may turn out to be corrupt.
+    """
     if not len(media):
-        return mine, -1
-    smallest = media.take(np.array([int(np.argmin(media.columns["patches"]))]))
-    both = smallest if not len(mine.media) else MediaTable.concat([mine.media, smallest])
-    return replace(mine, media=both), len(both) - 1
+        return mine, ()
+    distinct, _ = media.distinct()
+    smallest = distinct[np.argsort(media.columns["patches"][distinct], kind="stable")[:_STAND_INS]]
+    more = media.take(smallest)
+    both = MediaTable.concat([mine.media, more]) if len(mine.media) else more
+    return replace(mine, media=both), tuple(range(len(both) - len(more), len(both)))
 
 
 def media_use(table: InfoTable) -> MediaUse:
     """Which row uses which medium, span by span; media of equal digest are one, wherever they are stored."""
-    digests = np.ascontiguousarray(table.media.columns["digest"]).view("V32").reshape(-1)
-    _, first, number = np.unique(digests, return_index=True, return_inverse=True)
+    first, number = table.media.distinct()
     spans = table.ragged["spans"]
     rows = np.repeat(np.arange(len(table)), spans.lengths)
-    return MediaUse(rows, number.reshape(-1)[spans.data[:, 0]], table.media.columns["patches"][first])
+    return MediaUse(rows, number[spans.data[:, 0]], table.media.columns["patches"][first])
 
 
 def _encodes(table: InfoTable, use: MediaUse, made: Plan) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a run of an encoder depends on beside its inputs: random state, autocast, and the modules that it runs."""
+"""What a run of an encoder depends on beside its inputs: random state, autocast, and the weights that it uses."""
 
 from __future__ import annotations
 
@@ -55,22 +55,48 @@ class Surroundings:
         return any(drawn) or not torch.equal(self.cpu, torch.get_rng_state())
 
 
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The tensors of a tower at one moment, and how often each had been written to.
+
+    Writes through ``tensor.data`` are not counted by torch, and so are not seen here.
+    """
+
+    tensors: tuple[Tensor, ...]
+    written: tuple[int, ...]
+
+    def same(self, other: Weights) -> bool:
+        """The same tensors, and none was written to."""
+        pairs = zip(self.tensors, other.tensors, strict=False)
+        return self.written == other.written and all(a is b for a, b in pairs)
+
+    def written_since(self) -> bool:
+        """Whether one of these tensors was written to. Others may stand in their place now: FSDP swaps them."""
+        return any(t._version != n for t, n in zip(self.tensors, self.written, strict=True))
+
+
 class Tower:
-    """The modules that ran inside ``encode``."""
+    """The modules that run inside ``encode``, learnt from its first run."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self._roots: list[nn.Module] = []  # those that are in no other
         self._warned = False
 
+    @property
+    def known(self) -> bool:
+        return bool(self.modules)
+
     @contextmanager
     def watch(self) -> Iterator[None]:
+        """Inside, modules that run are noted; not at all if it raises."""
         seen: dict[int, nn.Module] = {}
+        roots: list[nn.Module] = []
         inside: set[int] = set()
 
         def note(module: nn.Module, _inputs: Any) -> None:
             if id(module) not in inside:  # an outer module runs before its parts
-                self._roots.append(module)
+                roots.append(module)
                 inside.update(map(id, module.modules()))
             seen.setdefault(id(module), module)
 
@@ -79,34 +105,52 @@ class Tower:
             yield
         finally:
             handle.remove()
-            self.modules = list(seen.values())
+        self.modules, self._roots = list(seen.values()), roots
 
-    def version(self) -> int:
-        """Another number once a weight has changed, in place or by another in its place."""
-        parameters = {id(p): p._version for m in self._roots for p in m.parameters()}
-        return hash(tuple(parameters.items()))
+    def weights(self, buffers: bool = False) -> Weights:
+        tensors: dict[int, Tensor] = {id(p): p for m in self._roots for p in m.parameters()}
+        if buffers:
+            tensors |= {id(b): b for m in self._roots for b in m.buffers()}
+        return Weights(tuple(tensors.values()), tuple(t._version for t in tensors.values()))
 
-    def mode(self) -> tuple[bool, ...]:
+    def training(self) -> tuple[bool, ...]:
         """Which of them are in training mode."""
         return tuple(m.training for m in self.modules)
 
-    def warn(self, drawn: bool) -> None:
+    def warn(self, surroundings: Surroundings) -> None:
         """Once, of what makes an image's features depend on more than the image and the weights."""
-        norms = [m for m in self.modules if isinstance(m, _BatchNorm) and m.training]
-        if self._warned or not (drawn or norms):
+        if self._warned:
             return
-        self._warned = True
+        drawn = surroundings.moved_on()
+        norms = [m for m in self.modules if isinstance(m, _BatchNorm) and m.training]
+        self._warned = bool(drawn or norms)
         if drawn:
             warnings.warn(
                 "the encoder draws random numbers (dropout in its tower?): all responses to an image now share one "
                 "mask per mini-batch, where each would have its own if the image were encoded for each. The expected "
                 "gradient is the same, its variance is not. Set the tower's dropout to 0, or call eval() on it.",
-                stacklevel=2,
+                stacklevel=6,
             )
         if norms:
             warnings.warn(
                 f"{type(norms[0]).__name__} in training mode in the encoder's tower: an image's features depend on "
-                "what is encoded beside it, and its running statistics see each image once. Gradients are those of "
-                "these batches. Call eval() on it.",
-                stacklevel=2,
+                "what is encoded beside it, and its running statistics see each image once per run of the encoder, "
+                "which is twice with mode='recompute'. Gradients are those of these batches. Call eval() on it.",
+                stacklevel=6,
             )
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What features depend on beside the image."""
+
+    weights: Weights
+    rest: tuple[Any, ...]  # training mode, autocast
+
+    @classmethod
+    def now(cls, tower: Tower, device: torch.device) -> State:
+        cast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        return cls(tower.weights(buffers=True), (tower.training(), cast))
+
+    def same(self, other: State) -> bool:
+        return self.rest == other.rest and self.weights.same(other.weights)
