@@ -116,7 +116,7 @@ def test_the_readme_trains_with_images(tmp_path):
             return {**made, "input_ids": torch.tensor([[9, 7, *[5] * n, 8, *map(len, text.split())]])}
 
     pixels = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
-    responses = [([11, 12, 13], 1.0), ([14, 15], 0.0)]
+    responses = [([11, 12, 13], [-1.0, -2.0, -1.0], 1.0), ([14, 15], [-1.0, -1.0], 0.0)]
     facts = {"kd": kd, "F": torch.nn.functional, "processor": Processor(), "image": pixels, "pixels": pixels}
     facts |= {
         "prompt": "how many",
