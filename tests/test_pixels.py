@@ -509,7 +509,11 @@ BAD_PROCESSORS: dict[str, tuple[Any, str]] = {
     "tiles without rows": (Fake(tiles(1, 1, 3, 0, 4)), "returns pixel_values [1, 3, 0, 4]"),
     "a grid in a list": (
         Fake({**grid(1, 2, 2), "image_grid_thw": [[1, 2, 2]]}, **SIZES),
-        "image_grid_thw [[1, 2, 2]], a list, which",
+        "image_grid_thw [[1, 2, 2]] (list), which",
+    ),
+    "a grid in an array": (
+        Fake({**grid(1, 2, 2), "image_grid_thw": np.array([[1, 2, 2]])}, **SIZES),
+        "image_grid_thw [[1 2 2]] (ndarray), which",
     ),
     "a grid of floats": (
         Fake({**grid(1, 2, 2), "image_grid_thw": torch.tensor([[1.0, 2.0, 2.0]])}, **SIZES),

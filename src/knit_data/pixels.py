@@ -285,7 +285,7 @@ def _process(image: npt.NDArray[np.uint8], processor: Any) -> tuple[Recipe, Tens
     resized = _resized(values, grid, recipe)
     if resized is None or not resized.numel():
         shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        counts = grid.tolist() if isinstance(grid, Tensor) else grid and f"{grid}, a {type(grid).__name__}"
+        counts = grid.tolist() if isinstance(grid, Tensor) else f"{grid} ({type(grid).__name__})"
         raise InvalidArgument(
             f"{who} returns pixel_values {shape} and image_grid_thw {counts}, which are "
             f"neither [tiles, 3, H, W] nor still patches for {recipe}. {_INSTEAD}"
