@@ -46,7 +46,7 @@ def tensor(draw: st.DrawFn, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
 @st.composite
 def media(draw: st.DrawFn) -> kd.Media:
     parts = draw(st.dictionaries(NAMES, st.tuples(st.sampled_from(list(DTYPES)), TRAILING), min_size=1, max_size=2))
-    tensors = {name: tensor(draw, dtype, shape) for name, (dtype, shape) in parts.items()}
+    tensors = {name: tensor(draw, dtype, shape or (1,)) for name, (dtype, shape) in parts.items()}
     return kd.Media(tensors, draw(st.integers(1, 4)), draw(NAMES), draw(st.none() | st.integers(0, 9)))
 
 

@@ -13,7 +13,7 @@ MAX_LINES = 400
 
 # Lowest first. A name is a module or a whole sub-package; the package's own __init__ lies above them all.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("trajectory", "pixels", "infos", "errors"),
+    ("trajectory", "placement", "pixels", "infos", "errors"),
     (
         *("quotas", "seats", "staleness", "policy", "groups", "ledger", "admission"),
         *("explain", "demand", "launching", "affinity", "packing", "planning", "layout", "ops"),

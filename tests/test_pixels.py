@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import json
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,8 +128,6 @@ def test_processors_on_torchvision_are_met_within_a_millionth(parameters: dict[s
     media = kd.Media.from_pixels(image, 1, {**parameters, "rescale_factor": 1 / 255})
     found = finish(media.tensors, "cpu")["pixel_values"]
     assert (found - fused).abs().max() < 1e-6
-    half = finish(media.tensors, "cpu", torch.bfloat16)["pixel_values"]
-    assert half.dtype == torch.bfloat16 and torch.equal(half, fused.bfloat16())
 
 
 # -- a mapping, against NumPy ------------------------------------------------------------------------------------------
@@ -267,19 +267,19 @@ def test_views_and_read_only_arrays_are_taken() -> None:
 
 def test_other_tensors_are_moved_as_they_are() -> None:
     tensors = {"pixels": torch.zeros(2, 3), "grid": torch.tensor([1, 2])}
-    found = finish(tensors, "cpu", torch.bfloat16)
+    found = finish(tensors, "cpu")
     assert found.keys() == tensors.keys() and all(found[name] is tensors[name] for name in found)
     assert {tensor.device.type for tensor in finish(tensors, "meta").values()} == {"meta"}
     more = {**kd.Media.from_pixels(noise(28, 28, 3), 1, PATCHES).tensors, "depth": torch.zeros(2)}
     assert finish(more, "cpu") == more
 
 
-def test_results_are_on_the_device_in_the_dtype_and_the_recipe_is_read_on_the_host() -> None:
+def test_results_are_on_the_device_and_the_recipe_is_read_on_the_host() -> None:
     media = kd.Media.from_pixels(noise(28, 56, 3), 2, PATCHES)
     # "meta" can be read by nobody: the shapes must come from the host, where a GPU would have to be waited for.
-    found = finish(media.tensors, "meta", torch.float16)
+    found = finish(media.tensors, "meta")
     assert {name: (t.device.type, t.dtype, tuple(t.shape)) for name, t in found.items()} == {
-        "pixel_values": ("meta", torch.float16, (8, 3 * 2 * 14 * 14)),
+        "pixel_values": ("meta", torch.float32, (8, 3 * 2 * 14 * 14)),
         "image_grid_thw": ("meta", torch.int64, (1, 3)),
     }
     moved = {name: tensor.to("meta") for name, tensor in media.tensors.items()}
@@ -317,6 +317,63 @@ def test_default_dtype_and_device_of_the_trainer_change_nothing() -> None:
 def test_tensors_of_these_names_that_are_something_else_are_refused(recipe: Tensor) -> None:
     with pytest.raises(kd.InvalidArgument, match=r"found a recipe of torch\.\w+ \[.*name your own otherwise"):
         finish({"pixels": torch.zeros(2, 2, 3), "recipe": recipe}, "cpu")
+
+
+CUT = Recipe("patches", (0.5,) * 3, (0.5,) * 3, 1 / 255, 14, 2, 2)
+TILES = Recipe("images", (0.5,) * 3, (0.5,) * 3, 1 / 255)
+BAD_RECIPES: dict[str, tuple[Recipe, dict[str, Any], str]] = {
+    "a layout of its own": (TILES, {"layout": "rows"}, "found 'rows' and (0, 1, 1)"),
+    "no layout": (TILES, {"layout": None}, "found None and (0, 1, 1)"),
+    "patches of nothing": (CUT, {"patch": 0}, "found 'patches' and (0, 2, 2)"),
+    "a negative patch": (TILES, {"patch": -1}, "found 'images' and (-1, 1, 1)"),
+    "no merge": (CUT, {"merge": 0}, "found 'patches' and (14, 0, 2)"),
+    "no frame": (CUT, {"temporal": 0}, "found 'patches' and (14, 2, 0)"),
+    "a float patch": (CUT, {"patch": 14.0}, "found 'patches' and (14.0, 2, 2)"),
+    "a bool merge": (CUT, {"merge": True}, "found 'patches' and (14, True, 2)"),
+    "std of 0": (TILES, {"std": (0.5, 0, 0.5)}, "> 0, found (0.5, 0.5, 0.5), (0.5, 0, 0.5) and"),
+    "std is nan": (TILES, {"std": (0.5, 0.5, float("nan"))}, "finite numbers each"),
+    "mean is infinite": (TILES, {"mean": (float("inf"), 0.5, 0.5)}, "finite numbers each"),
+    "mean is one number": (TILES, {"mean": 0.5}, "three finite numbers each"),
+    "mean is text": (TILES, {"mean": ("a", "b", "c")}, "three finite numbers each"),
+    "two means": (TILES, {"mean": (0.5, 0.5)}, "three finite numbers each"),
+    "rescale of 0": (TILES, {"rescale": 0.0}, "rescale_factor > 0, found"),
+    "rescale is None": (TILES, {"rescale": None}, "and None."),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RECIPES)
+def test_recipes_that_cannot_be_followed_are_refused_where_they_are_made_and_read(name: str) -> None:
+    recipe, changes, text = BAD_RECIPES[name]
+    with pytest.raises(kd.InvalidArgument) as raised:
+        replace(recipe, **changes)
+    assert text in str(raised.value)
+    # Written by hand, or by another version.
+    packed = torch.tensor(list(json.dumps({**asdict(recipe), **changes}).encode()), dtype=torch.uint8)
+    with pytest.raises(kd.InvalidArgument, match=r"found a recipe of .*does not read as one"):
+        finish({"pixels": torch.zeros(1, 28, 28, 3, dtype=torch.uint8), "recipe": packed}, "cpu")
+
+
+BAD_FITS: dict[str, tuple[Recipe, Any]] = {
+    "float pixels": (TILES, torch.zeros(1, 4, 4, 3)),
+    "one image without tiles": (TILES, noise(4, 4, 3)),
+    "channels first": (TILES, noise(1, 3, 4, 4)),
+    "no tiles": (TILES, noise(0, 4, 4, 3)),
+    "tiles without rows": (TILES, noise(1, 0, 4, 3)),
+    "tiles where one image is cut": (CUT, noise(1, 28, 28, 3)),
+    "gray": (CUT, noise(28, 28, 1)),
+    "flat": (CUT, noise(28)),
+    "half a token": (CUT, noise(28, 42, 3)),
+    "no columns": (CUT, noise(28, 0, 3)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FITS)
+def test_pixels_that_a_recipe_is_not_for_are_refused(name: str) -> None:
+    recipe, pixels = BAD_FITS[name]
+    given = torch.as_tensor(pixels)
+    with pytest.raises(kd.InvalidArgument) as raised:
+        finish({"pixels": given, "recipe": recipe.packed()}, "meta")
+    assert f"found {given.dtype} {list(given.shape)} for {recipe}" in str(raised.value)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -378,12 +435,15 @@ BAD_MAPPINGS: dict[str, tuple[dict[str, Any], str]] = {
     "mean is text": ({**IMAGES, "image_mean": "half"}, "found 'half'"),
     "mean is None": ({**IMAGES, "image_mean": None}, "must be one finite number, or three"),
     "std is nan": ({**IMAGES, "image_std": [0.5, float("nan"), 0.5]}, "found [0.5, nan, 0.5]"),
-    "std is zero": ({**IMAGES, "image_std": [0.5, 0.0, 0.5]}, "must be > 0, found [0.5, 0.0, 0.5]"),
+    "std is zero": (
+        {**IMAGES, "image_std": [0.5, 0.0, 0.5]},
+        "> 0, found (0.48145466, 0.4578275, 0.40821073), (0.5, 0.0, 0.5) and",
+    ),
     "rescale is infinite": (
         {**IMAGES, "rescale_factor": float("inf")},
         "rescale_factor of the mapping must be one finite",
     ),
-    "rescale is negative": ({**IMAGES, "rescale_factor": -1}, "must be > 0"),
+    "rescale is negative": ({**IMAGES, "rescale_factor": -1}, "rescale_factor > 0, found"),
     "patch is zero": ({**IMAGES, "patch_size": 0}, "['patch_size'] of the mapping must be ints >= 1, found [0]"),
     "merge is bool": ({**PATCHES, "merge_size": True}, "must be ints >= 1, found [14, True, 2]"),
     "patch is a mapping": ({**PATCHES, "patch_size": {"height": 14}}, "found [{'height': 14}, 2, 2]"),
@@ -443,6 +503,24 @@ BAD_PROCESSORS: dict[str, tuple[Any, str]] = {
     "values above 255": (Fake(tiles(256.0)), "values from 256.0 to 256.0"),
     "values below 0": (Fake(tiles(-1.0)), "values from -1.0 to -1.0"),
     "nan": (Fake(tiles(float("nan"))), "values from nan to nan"),
+    "returns None": (Fake(None), "Fake returned NoneType; an image processor returns a mapping"),
+    "returns a list": (Fake([torch.ones(1, 3, 4, 4)]), "Fake returned list; an image processor returns a mapping"),
+    "no tiles": (Fake(tiles(1, 0, 3, 4, 4)), "returns pixel_values [0, 3, 4, 4]"),
+    "tiles without rows": (Fake(tiles(1, 1, 3, 0, 4)), "returns pixel_values [1, 3, 0, 4]"),
+    "a grid in a list": (
+        Fake({**grid(1, 2, 2), "image_grid_thw": [[1, 2, 2]]}, **SIZES),
+        "image_grid_thw [[1, 2, 2]] (list), which",
+    ),
+    "a grid in an array": (
+        Fake({**grid(1, 2, 2), "image_grid_thw": np.array([[1, 2, 2]])}, **SIZES),
+        "image_grid_thw [[1 2 2]] (ndarray), which",
+    ),
+    "a grid of floats": (
+        Fake({**grid(1, 2, 2), "image_grid_thw": torch.tensor([[1.0, 2.0, 2.0]])}, **SIZES),
+        "image_grid_thw [[1.0, 2.0, 2.0]]",
+    ),
+    "a grid below 0": (Fake(grid(1, -2, -2), **SIZES), "image_grid_thw [[1, -2, -2]]"),
+    "a grid of nothing": (Fake(grid(1, 0, 0, rows=0), **SIZES), "image_grid_thw [[1, 0, 0]]"),
     "a list of tensors": (Fake({"pixel_values": [torch.ones(3, 4, 4)]}), "returns pixel_values list"),
     "nothing": (Fake({}), "returns pixel_values NoneType"),
     "gray tiles": (Fake(tiles(1, 1, 1, 4, 4)), "returns pixel_values [1, 1, 4, 4]"),
@@ -485,6 +563,24 @@ def test_real_processors_that_need_more_than_pixels_are_refused() -> None:
 def test_what_an_image_processor_refuses_is_said_in_its_words() -> None:
     with pytest.raises(kd.InvalidTrajectory, match=r"Qwen2VL\w+ refused an image of shape \[2, 402, 3\]: .*ratio"):
         kd.Media.from_pixels(noise(2, 402, 3), 1, image_processor("Qwen2VLImageProcessor"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), KeyError("size"), ZeroDivisionError("0 / 0")], ids=repr)
+def test_whatever_a_processor_raises_is_chained(error: Exception) -> None:
+    with pytest.raises(kd.InvalidTrajectory) as raised:
+        kd.Media.from_pixels(noise(4, 4, 3), 1, Fake(error))
+    assert f"Fake refused an image of shape [4, 4, 3]: {type(error).__name__}: {error}" in str(raised.value)
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "processor", [{**IMAGES, "patch_size": 14}, SimpleNamespace(patch_size=14)], ids=["map", "own"]
+)
+def test_an_image_smaller_than_a_patch_is_refused(processor: Any) -> None:
+    if isinstance(processor, SimpleNamespace):
+        processor.image_processor = Fake(tiles(1.0, 1, 3, 20, 13))
+    with pytest.raises(kd.InvalidTrajectory, match="image of 20 x 13 has no patch of 14 x 14; resize it"):
+        kd.Media.from_pixels(noise(20, 13, 3), 1, processor)
 
 
 def test_the_worked_examples_hold() -> None:

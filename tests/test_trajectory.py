@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from makers import group, trajectory
 from torch import Tensor
@@ -33,7 +33,7 @@ def image(tokens: int = 2, **changes: Any) -> kd.Media:
     return kd.Media(**{"tensors": {"pixels": torch.zeros(2, 3)}, "tokens": tokens, **changes})
 
 
-def refs(*spans: tuple[Any, Any], **changes: Any) -> dict[str, Any]:
+def refs(*spans: Any, **changes: Any) -> dict[str, Any]:
     return {**columns(), "media": [kd.MediaRef(image(**changes), spans)]}
 
 
@@ -55,6 +55,7 @@ def refused(members: Sequence[Any], *texts: str, store: kd.TrajectoryStore | Non
 BAD: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "other length": (columns(logprobs=torch.zeros(3)), ["'logprobs'", "[3]", "4 tokens", "fill with 0"]),
     "0-d column": (columns(logprobs=torch.tensor(1.0)), ["'logprobs'", "[]", "4 tokens"]),
+    "no input_ids, names of two types": ({"tokens": {"ids": IDS, 3: IDS}}, ["input_ids", "['ids', 3]"]),
     "no input_ids": ({"tokens": {"ids": IDS}}, ["input_ids", "['ids']"]),
     "one token": ({"tokens": {"input_ids": torch.tensor([5])}}, ["n >= 2", "[1]"]),
     "no token": ({"tokens": {"input_ids": torch.zeros(0, dtype=torch.int64)}}, ["n >= 2", "[0]"]),
@@ -120,11 +121,32 @@ BAD: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "spans shorter than the medium": (refs((1, 2), tokens=3), ["cover 2", "fills 3"]),
     "spans longer than the medium": (refs((1, 3)), ["cover 3", "fills 2"]),
     "no spans": (refs(), ["cover 0", "fills 2"]),
-    "a span of floats": (refs((1.0, 2)), ["pairs of ints", "(1.0, 2)"]),
-    "a span of three": (refs((1, 2, 3)), ["pairs of ints"]),
+    "a span of floats": (refs((1.0, 2)), ["two ints", "(1.0, 2)"]),
+    "a span of three": (refs((1, 2, 3)), ["two ints"]),
+    "spans of ints": (refs(3, 2), ["spans must be a list of (start, length)", "(3, 2)"]),
+    "a span of text": (refs("12"), ["spans must be", "'12'"]),
+    "spans None": ({**columns(), "media": [kd.MediaRef(image(), None)]}, ["media 0", "spans must be", "found None"]),
+    "one span alone": ({**columns(), "media": [kd.MediaRef(image(), 3)]}, ["spans must be", "found 3"]),
+    "media None": ({**columns(), "media": None}, ["sequence of kd.MediaRef", "NoneType", "without images it is ()"]),
+    "media one reference": ({**columns(), "media": kd.MediaRef(image(), [(0, 2)])}, ["sequence", "found MediaRef"]),
+    "a reference to no medium": (
+        {**columns(), "media": [kd.MediaRef(torch.zeros(2), [(0, 2)])]},
+        ["media 0", "kd.Media", "found Tensor"],
+    ),
     "no medium tokens": (refs(tokens=0), ["tokens >= 1", "tokens 0"]),
     "float medium tokens": (refs((0, 2), tokens=2.0), ["int tokens", "2.0"]),
-    "no medium tensors": (refs((0, 2), tensors={}), ["needs tensors", "0 tensors"]),
+    "medium tokens as text": (refs((0, 2), tokens="2"), ["int tokens", "'2'", "int(count)"]),
+    "medium tokens None": (refs((0, 2), tokens=None), ["int tokens", "tokens None"]),
+    "bool medium tokens": (refs((0, 1), tokens=True), ["int tokens", "tokens True"]),
+    "no medium tensors": (refs((0, 2), tensors={}), ["media 0", "mapping of names to tensors", "an empty one"]),
+    "medium tensors in a list": (refs((0, 2), tensors=[IDS]), ["media 0", "mapping of names to tensors", "found list"]),
+    "medium tensors None": (refs((0, 2), tensors=None), ["mapping of names to tensors", "found NoneType"]),
+    "a medium tensor is a list": (refs((0, 2), tensors={"p": [1]}), ["media 0", "'p'", "must be a tensor", "list"]),
+    "a 0-d medium tensor": (
+        refs((0, 2), tensors={"p": torch.tensor(1.0)}),
+        ["media 0", "shape []", "first dim"],
+    ),
+    "float patches": (refs((0, 2), patches=2.0), ["int patches >= 0", "patches 2.0"]),
     "negative patches": (refs((0, 2), patches=-1), ["patches >= 0", "patches -1"]),
     "patches beyond int32": (refs((0, 2), patches=2**31), [str(2**31), "patches"]),
     "nan pixels": (refs((0, 2), tensors={"p": torch.tensor([math.nan])}), ["media 0", "'p'", "NaN"]),
@@ -374,118 +396,6 @@ def test_digests_are_equal_exactly_for_equal_content(one: Any, two: Any) -> None
         return kd.Media(tensors, tokens, kind, patches).digest
 
     assert (digest(one) == digest(two)) == (one == two)
-
-
-# -- placing media -----------------------------------------------------------------------------------------------------
-
-PLACE = 9
-
-
-def spans_of(ids: Sequence[int] | Tensor, tokens: Sequence[int], **changes: Any) -> list[list[tuple[int, int]]]:
-    refs = kd.place_media(ids, [image(n) for n in tokens], PLACE, **changes)
-    return [list(ref.spans) for ref in refs]
-
-
-def oracle(ids: Sequence[int], tokens: Sequence[int], prompt: int) -> list[list[tuple[int, int]]] | None:
-    """Position by position: the owner of each placeholder, then the runs of each owner."""
-    owners = [i for i, n in enumerate(tokens) for _ in range(n)]
-    places = [t for t, token in enumerate(ids) if token == PLACE and t < prompt]
-    if len(owners) != len(places):
-        return None
-    spans: list[list[tuple[int, int]]] = [[] for _ in tokens]
-    for owner, t in zip(owners, places, strict=True):
-        if spans[owner] and sum(spans[owner][-1]) == t:
-            start, length = spans[owner][-1]
-            spans[owner][-1] = (start, length + 1)
-        else:
-            spans[owner].append((t, 1))
-    return spans
-
-
-@given(st.data())
-def test_media_are_placed_as_position_by_position(data: st.DataObject) -> None:
-    ids = data.draw(st.lists(st.sampled_from([PLACE, PLACE, 1]), min_size=1, max_size=14))
-    prompt = data.draw(st.none() | st.integers(0, len(ids)))
-    end = len(ids) if prompt is None else prompt
-    left, tokens = ids[:end].count(PLACE), []
-    while left:
-        tokens.append(data.draw(st.integers(1, left)))
-        left -= tokens[-1]
-    if data.draw(st.integers(0, 3)) == 0:
-        tokens.append(data.draw(st.integers(1, 3)))
-    wanted = oracle(ids, tokens, end)
-    given = data.draw(st.sampled_from([ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32)]))
-    if wanted is None:
-        with pytest.raises(InvalidTrajectory, match="placeholders"):
-            spans_of(given, tokens, prompt_tokens=prompt)
-    else:
-        assert spans_of(given, tokens, prompt_tokens=prompt) == wanted
-
-
-@given(st.lists(st.integers(1, 3), max_size=4), st.lists(st.sampled_from([PLACE, 1]), max_size=3))
-@example([1, 2], [PLACE])
-def test_what_is_placed_can_be_put(tokens: list[int], sampled: list[int]) -> None:
-    prompt = [1, *(t for n in tokens for t in [PLACE] * n), 2]
-    media = [image(n) for n in tokens]
-    refs = kd.place_media([*prompt, *sampled], media, PLACE, len(prompt))
-    assert [ref.media for ref in refs] == media
-    back = round_trip(kd.Trajectory("t", "g", 0, {"input_ids": torch.tensor([*prompt, *sampled])}, media=refs))
-    assert [list(ref.spans) for ref in back.media] == [list(ref.spans) for ref in refs]
-
-
-def test_one_image_may_stand_twice_and_share_a_run() -> None:
-    same = image(2)
-    refs = kd.place_media([1, PLACE, PLACE, PLACE, PLACE], [same, same], PLACE)
-    assert [(ref.media, ref.spans) for ref in refs] == [(same, [(1, 2)]), (same, [(3, 2)])]
-
-
-def test_a_video_takes_the_runs_between_its_separators() -> None:
-    assert spans_of([1, PLACE, PLACE, 3, PLACE, PLACE, 3, PLACE], [4, 1]) == [[(1, 2), (4, 2)], [(7, 1)]]
-
-
-def test_no_media_and_no_placeholders_are_fine() -> None:
-    assert kd.place_media([1, 2], [], PLACE) == []
-    assert kd.place_media([1, PLACE], [], PLACE, prompt_tokens=1) == []
-
-
-UNPLACED: dict[str, tuple[Any, Sequence[Any], dict[str, Any], Sequence[str]]] = {
-    "one sampled": (
-        [1, PLACE, PLACE, 2, PLACE],
-        [image(2)],
-        {},
-        ["3 placeholders 9", "first 5 ids", "1 media fill 2: [2]", "1 more than", "Give prompt_tokens"],
-    ),
-    "one more in the prompt": (
-        [1, PLACE, PLACE, PLACE, 2],
-        [image(2)],
-        {"prompt_tokens": 4},
-        ["3 placeholders 9", "first 4 ids", "1 more than", "Name all media"],
-    ),
-    "too few": (
-        torch.full((9214,), PLACE),
-        [image(4930), image(4931)],
-        {},
-        ["9214 placeholders", "the 2 media fill 9861: [4930, 4931]", "647 fewer than", "Do not cut ids"],
-    ),
-    "media but no placeholder": ([1, 2], [image(2)], {}, ["0 placeholders", "fill 2", "2 fewer"]),
-    "placeholders but no media": ([1, PLACE], [], {}, ["1 placeholders", "the 0 media fill 0: []", "1 more"]),
-    "cut inside": ([1, PLACE, PLACE], [image(2)], {"prompt_tokens": 2}, ["1 placeholders", "first 2 ids", "1 fewer"]),
-    "prompt longer than the ids": ([1, PLACE], [image(1)], {"prompt_tokens": 3}, ["prompt_tokens", "0..2", "found 3"]),
-    "negative prompt": ([1, PLACE], [image(1)], {"prompt_tokens": -1}, ["prompt_tokens", "0..2", "found -1"]),
-    "float ids": (torch.ones(3), [image(1)], {}, ["integers of shape [n]", "torch.float32 [3]"]),
-    "ids in two dimensions": ([[1, PLACE]], [image(1)], {}, ["integers of shape [n]", "[1, 2]"]),
-    "a dict": ([1, PLACE], [image(1), {}], {}, ["media 1", "kd.Media", "found dict"]),
-    "no tokens": ([1, PLACE], [image(0)], {}, ["media 0", "tokens >= 1", "found tokens 0"]),
-}
-
-
-@pytest.mark.parametrize("name", UNPLACED)
-def test_media_that_cannot_be_placed_are_refused(name: str) -> None:
-    ids, media, changes, texts = UNPLACED[name]
-    with pytest.raises(InvalidTrajectory) as raised:
-        kd.place_media(ids, media, PLACE, **changes)
-    for text in texts:
-        assert text in str(raised.value)
 
 
 def test_the_worked_examples_hold() -> None:

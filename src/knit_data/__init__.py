@@ -28,6 +28,7 @@ from knit_data.infos import InfoTable, TrajectoryInfo
 from knit_data.loader import TrajectoryLoader
 from knit_data.minibatch import MiniBatch
 from knit_data.pacing import Launch, RolloutPacer
+from knit_data.placement import place_media
 from knit_data.planning import Padding
 from knit_data.policy import GroupPolicy, group_advantages
 from knit_data.quotas import Quotas, at_least, at_most
@@ -36,7 +37,7 @@ from knit_data.simulation import Report, Scenario, Source, simulate
 from knit_data.staleness import Staleness
 from knit_data.store import StoreWriter, TrajectoryStore
 from knit_data.stream import TrajectoryStream
-from knit_data.trajectory import Media, MediaRef, Trajectory, place_media
+from knit_data.trajectory import Media, MediaRef, Trajectory
 
 __version__ = "0.1.0"
 

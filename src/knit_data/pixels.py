@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Recipe:
 
     Layout "patches" is that of Qwen2-VL and its successors: h*w rows of ``3 * temporal * patch * patch`` floats, the
     ``merge * merge`` patches of one token together. Layout "images" is [tiles, 3, H, W]; there ``patch`` only prices
-    the image, and is 0 where it is not known.
+    the image, and is 0 where it is not known. Other values raise ``InvalidArgument``.
 
     >>> r = Recipe("patches", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, patch=14, merge=2, temporal=2)
     >>> r.patches((28, 56, 3))  # 2 x 4 patches, which fill 2 tokens
@@ -48,6 +49,29 @@ class Recipe:
     patch: int = 0
     merge: int = 1
     temporal: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = (self.patch, self.merge, self.temporal)
+        least = {"images": (0, 1, 1), "patches": (1, 1, 1)}.get(self.layout)
+        if least is None or not all(type(size) is int and size >= low for size, low in zip(sizes, least, strict=True)):
+            raise InvalidArgument(
+                "a recipe's layout must be 'images' or 'patches', and its patch (for images 0 if unknown), merge and "
+                f"temporal ints >= 1, found {self.layout!r} and {sizes}."
+            )
+        triples = all(isinstance(x, tuple) and len(x) == 3 for x in (self.mean, self.std))
+        numbers = (*self.mean, *self.std, self.rescale) if triples else (math.nan,)
+        if not all(isinstance(x, Real) and math.isfinite(x) for x in numbers) or min(numbers[3:]) <= 0:
+            raise InvalidArgument(
+                "image_mean and image_std of a recipe must be three finite numbers each, image_std and rescale_factor "
+                f"> 0, found {self.mean}, {self.std} and {self.rescale}."
+            )
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether pixels of this shape are [H, W, 3] of whole tokens, or for images [tiles, H, W, 3]; not empty."""
+        cut = self.layout == "patches"
+        unit = self.patch * self.merge if cut else 1  # the side of a token's square
+        whole = len(shape) == (3 if cut else 4) and shape[-1] == 3 and all(shape)
+        return whole and not any(side % unit for side in shape[-3:-1])
 
     def patches(self, shape: tuple[int, ...]) -> int | None:
         """How many patches the tower sees of pixels of this ``(…, H, W, 3)`` shape."""
@@ -97,10 +121,10 @@ def prepare(
         resized = torch.from_numpy(image if recipe.layout == "patches" else image[None])
     else:
         recipe, resized = _process(image, processor)
+    height, width = resized.shape[-3:-1]
     if recipe.layout == "patches":
-        height, width = resized.shape[:2]
-        unit = recipe.patch * recipe.merge  # the side of a token's square
-        if height % unit or width % unit:
+        unit = recipe.patch * recipe.merge
+        if not recipe.fits(tuple(resized.shape)):
             raise InvalidTrajectory(
                 f"pixels of {height} x {width} are not multiples of patch_size * merge_size = {unit}; a mapping takes "
                 "pixels that are resized already, the image processor itself would resize them."
@@ -108,18 +132,25 @@ def prepare(
         if tokens != (fills := (height // unit) * (width // unit)):
             raise InvalidTrajectory(
                 f"tokens is {tokens}, an image resized to {height} x {width} fills {fills}, one for each {unit} x "
-                f"{unit} pixels; count placeholders after the processor, the same processor as here."
+                f"{unit} pixels; count placeholders after the processor, the same processor as here, of this image "
+                "alone."
             )
-    return {"pixels": resized, "recipe": recipe.packed()}, recipe.patches(tuple(resized.shape))
+    if (patches := recipe.patches(tuple(resized.shape))) == 0:
+        raise InvalidTrajectory(
+            f"an image of {height} x {width} has no patch of {recipe.patch} x {recipe.patch}; resize it to what the "
+            "tower takes, and give the patch_size of that tower."
+        )
+    return {"pixels": resized, "recipe": recipe.packed()}, patches
 
 
-def finish(
-    tensors: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    """The tensors that the model takes, on ``device``: bytes are copied, floats are made there, nothing waits.
+def finish(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors that the model takes, on ``device``: bytes are copied, floats are made there.
 
-    Of ``{"pixels", "recipe"}``: ``pixel_values`` in ``dtype``, and for patches ``image_grid_thw`` (int64 [1, 3]).
-    Other tensors come back as they are. The arithmetic is that of the processors on NumPy and PIL, bit by bit: the
+    There is no explicit synchronisation; from pageable memory, a copy may still hold the host while it is staged.
+
+    Of ``{"pixels", "recipe"}``: ``pixel_values`` in float32, and for patches ``image_grid_thw`` (int64 [1, 3]).
+    Other tensors come back as they are. Raises ``InvalidArgument`` for a recipe that cannot be followed, and for
+    pixels that it is not for. The arithmetic is that of the processors on NumPy and PIL, bit by bit: the
     product in float64, then float32. Processors on torchvision scale mean and std instead of the image; they differ
     by less than 1e-6, for CLIP's mean and std by 2.4e-7.
 
@@ -131,12 +162,18 @@ def finish(
     if tensors.keys() != NAMES:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
     recipe = Recipe.unpacked(tensors["recipe"])
-    pixels = tensors["pixels"].to(device, non_blocking=True)
+    pixels = tensors["pixels"]
+    if pixels.dtype != torch.uint8 or not recipe.fits(tuple(pixels.shape)):
+        raise InvalidArgument(
+            "pixels must be uint8 and not empty, [tiles, H, W, 3] for images, [H, W, 3] in multiples of patch * merge "
+            f"for patches, found {pixels.dtype} {list(pixels.shape)} for {recipe}; make both by kd.Media.from_pixels."
+        )
+    pixels = pixels.to(device, non_blocking=True)
     # Made on the host, the default device of a caller's torch.device being perhaps another. As tensors, because CUDA
     # would turn a division by a number into a product with its reciprocal, which rounds twice.
     constants = torch.tensor([recipe.mean, recipe.std], dtype=torch.float32, device="cpu")
     mean, std = constants.to(device, non_blocking=True).unbind()
-    floats = (pixels.double() * recipe.rescale).float().sub_(mean).div_(std).to(dtype)
+    floats = (pixels.double() * recipe.rescale).float().sub_(mean).div_(std)
     if recipe.layout == "images":
         return {"pixel_values": floats.movedim(-1, 1).contiguous()}
     grid = torch.tensor([[1, *(side // recipe.patch for side in pixels.shape[:2])]], device="cpu")
@@ -149,6 +186,18 @@ def _cut(image: Tensor, recipe: Recipe) -> Tensor:
     h, w = image.shape[0] // p, image.shape[1] // p
     split = image.reshape(h // m, m, p, w // m, m, p, 3).permute(0, 3, 1, 4, 6, 2, 5)
     return split.unsqueeze(5).expand(*split.shape[:5], frames, p, p).reshape(h * w, 3 * frames * p * p)
+
+
+def _resized(values: Any, grid: Any, recipe: Recipe) -> Tensor | None:
+    """The pixels in a processor's output, [tiles, H, W, 3] or [H, W, 3]; None where they are not to be found."""
+    if not isinstance(values, Tensor):
+        return None
+    if grid is None:
+        return values.movedim(1, -1) if values.ndim == 4 and values.shape[1] == 3 else None
+    if not isinstance(grid, Tensor) or grid.shape != (1, 3) or grid.is_floating_point() or int(grid.min()) < 1:
+        return None
+    _, h, w = grid[0].tolist()
+    return _joined(values, (h, w), recipe)
 
 
 def _joined(values: Tensor, grid: tuple[int, int], recipe: Recipe) -> Tensor | None:
@@ -186,8 +235,6 @@ def _recipe(settings: Mapping[str, Any], who: str, remedy: str) -> Recipe:
             f"unknown {unknown}. {remedy}"
         )
     mean, std, (rescale, *_) = (_channels(f"{name} of {who}", settings[name]) for name in _ALWAYS)
-    if min(*std, rescale) <= 0:
-        raise InvalidArgument(f"image_std and rescale_factor of {who} must be > 0, found {list(std)} and {rescale}.")
     sizes = [settings[name] for name in _PATCHES if name in settings]
     if not all(type(size) is int and size >= 1 for size in sizes):
         raise InvalidArgument(f"{list(_PATCHES[: len(sizes)])} of {who} must be ints >= 1, found {sizes}.")
@@ -207,7 +254,7 @@ def _channels(name: str, value: Any) -> tuple[float, float, float]:
 def _process(image: npt.NDArray[np.uint8], processor: Any) -> tuple[Recipe, Tensor]:
     """Have a Hugging Face image processor resize (and tile) alone, and undo its layout."""
     worker = getattr(processor, "image_processor", processor)
-    who, takes = type(worker).__name__, list(getattr(worker, "model_input_names", ()))
+    who, takes = type(worker).__name__, list(getattr(worker, "model_input_names", None) or ())
     if not callable(worker) or "pixel_values" not in takes:
         raise InvalidArgument(
             "processor must be a Hugging Face image processor, a processor that has one, or a mapping of "
@@ -223,22 +270,25 @@ def _process(image: npt.NDArray[np.uint8], processor: Any) -> tuple[Recipe, Tens
         found = worker(
             images=[image], do_rescale=False, do_normalize=False, input_data_format="channels_last", return_tensors="pt"
         )
-    except (TypeError, ValueError) as error:
-        raise InvalidTrajectory(f"{who} refused an image of shape {list(image.shape)}: {error}") from error
+    except Exception as error:  # whatever the libraries below it raise
+        raise InvalidTrajectory(
+            f"{who} refused an image of shape {list(image.shape)}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, Mapping):
+        raise InvalidArgument(
+            f"{who} returned {type(found).__name__}; an image processor returns a mapping with pixel_values. {_INSTEAD}"
+        )
     values, grid = found.get("pixel_values"), found.get("image_grid_thw")
     if extra := sorted(set(found) - _OUTPUTS):
         raise InvalidArgument(f"{who} also returns {extra}, which a recipe cannot rebuild. {_INSTEAD}")
     recipe = _recipe(_settings(processor, worker, cut=grid is not None), who, _INSTEAD)
-    shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    resized = None
-    if grid is not None and grid.shape == (1, 3):
-        resized = _joined(values, grid[0, 1:].tolist(), recipe)
-    elif grid is None and isinstance(values, Tensor) and values.ndim == 4 and values.shape[1] == 3:
-        resized = values.movedim(1, -1)
-    if resized is None:
+    resized = _resized(values, grid, recipe)
+    if resized is None or not resized.numel():
+        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        counts = grid.tolist() if isinstance(grid, Tensor) else f"{grid} ({type(grid).__name__})"
         raise InvalidArgument(
-            f"{who} returns pixel_values {shape} and image_grid_thw {None if grid is None else grid.tolist()}, which "
-            f"are neither [tiles, 3, H, W] nor still patches for {recipe}. {_INSTEAD}"
+            f"{who} returns pixel_values {shape} and image_grid_thw {counts}, which are "
+            f"neither [tiles, 3, H, W] nor still patches for {recipe}. {_INSTEAD}"
         )
     pixels = resized.contiguous().to(torch.uint8)
     if not torch.equal(pixels.to(resized.dtype), resized):

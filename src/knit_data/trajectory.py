@@ -37,7 +37,7 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _MOST_PATCHES = 2**31 - 1  # of one trajectory: the table counts in int32
 
 
@@ -56,16 +56,21 @@ class Media:
 
     @classmethod
     def from_pixels(cls, pixels: Tensor | npt.NDArray[np.uint8], tokens: int, processor: Any) -> Media:
-        """An image stored as it is after the resize, in uint8; ``pixels.finish`` makes the model's tensors of it.
+        """An image stored as it is after the resize, in uint8; the model's tensors are made of it where it is encoded.
 
-        ``pixels``: uint8 [H, W, 3]. ``processor``: the Hugging Face image processor, or the processor that has one;
-        it is asked to resize (and tile), and what it would do then is noted beside the bytes. Or a mapping with
-        image_mean, image_std, rescale_factor and, for patches as in Qwen2-VL, patch_size, merge_size and
-        temporal_patch_size; the pixels are then resized already. A 1008 x 1008 image of Qwen2.5-VL is 5184 patches
-        and 1296 tokens: 3.0 MB, where the processor's own output has 24.4 MB.
+        ``pixels``: uint8 [H, W, 3], the original image, not yet resized. ``tokens``: the placeholders of this one
+        image; where a prompt has several, count them by image: ``image_grid_thw.prod(-1) // merge_size**2`` is [6, 9]
+        for grids (1, 4, 6) and (1, 6, 6) that merge 2. ``processor``: the Hugging Face image processor, or the
+        processor that has one; it is asked to resize (and tile), and what it would do then is noted beside the bytes.
+        Or a mapping with image_mean, image_std, rescale_factor and, for patches as in Qwen2-VL, patch_size, merge_size
+        and temporal_patch_size; the pixels are then resized already.
 
-        Raises ``InvalidTrajectory`` for other pixels and for tokens that the patches do not fill, ``InvalidArgument``
-        for a processor whose output such bytes could not give.
+        ``encode`` of a ``kd.SharedEncoder`` gets ``pixel_values`` of it, float32 as from the processor, and for patches
+        ``image_grid_thw``, int64 [1, 3]; both concatenated over images. A 1008 x 1008 image of Qwen2.5-VL is 5184
+        patches and 1296 tokens: 3.0 MB, where the processor's own output has 24.4 MB.
+
+        Raises ``InvalidTrajectory`` for other pixels, for pixels that the processor refuses and for tokens that the
+        patches do not fill, ``InvalidArgument`` for a processor whose output such bytes could not give.
 
         >>> clip = {"image_mean": 0.5, "image_std": 0.5, "rescale_factor": 1 / 255, "patch_size": 14}
         >>> image = Media.from_pixels(torch.zeros(28, 42, 3, dtype=torch.uint8), 6, clip)
@@ -100,51 +105,6 @@ class MediaRef:
 
     media: Media
     spans: Sequence[tuple[int, int]]
-
-
-def place_media(
-    input_ids: Tensor | Sequence[int], media: Sequence[Media], token_id: int, prompt_tokens: int | None = None
-) -> list[MediaRef]:
-    """Where media go in ``input_ids`` [n]: the placeholders ``token_id``, taken in order, ``media.tokens`` by each.
-
-    ``media`` stand in the order of the prompt; one object may stand there twice. A medium may take several runs of
-    placeholders, and a run may hold several media. Ids from ``prompt_tokens`` on never count (None: all do), because
-    a policy can sample the placeholder. Raises ``InvalidTrajectory`` unless there are as many placeholders as the
-    media fill.
-
-    >>> one, two = (Media({"x": torch.zeros(1)}, tokens) for tokens in (1, 3))
-    >>> refs = place_media([9, 9, 9, 4, 9, 5, 9], [one, two], token_id=9, prompt_tokens=5)
-    >>> [ref.spans for ref in refs]  # the last 9 was sampled
-    [[(0, 1)], [(1, 2), (4, 1)]]
-    """
-    ids = torch.as_tensor(input_ids)
-    if ids.ndim != 1 or ids.dtype not in _INTEGERS:
-        raise InvalidTrajectory(f"input_ids must be integers of shape [n], found {ids.dtype} {list(ids.shape)}.")
-    n = len(ids) if prompt_tokens is None else prompt_tokens
-    if not 0 <= n <= len(ids):
-        raise InvalidTrajectory(f"prompt_tokens must lie in 0..{len(ids)}, the ids there are, found {prompt_tokens}.")
-    for i, medium in enumerate(media):
-        if not isinstance(medium, Media) or medium.tokens < 1:
-            found = f"tokens {medium.tokens}" if isinstance(medium, Media) else type(medium).__name__
-            raise InvalidTrajectory(f"media {i} must be a kd.Media with tokens >= 1, found {found}.")
-    places, fills = (ids[:n] == token_id).nonzero().flatten().cpu(), [medium.tokens for medium in media]
-    if (excess := len(places) - sum(fills)) != 0:
-        sampled = "give prompt_tokens, so that sampled ids do not count" if prompt_tokens is None else "name all media"
-        raise InvalidTrajectory(
-            f"{len(places)} placeholders {token_id} in the first {n} ids, the {len(fills)} media fill {sum(fills)}: "
-            f"{fills}; {abs(excess)} {'more' if excess > 0 else 'fewer'} than they fill. "
-            + (
-                f"{sampled.capitalize()}."
-                if excess > 0
-                else "Do not cut ids inside an image, and drop media with them."
-            )
-            + " Count tokens after the processor that made these ids."
-        )
-    refs = []
-    for medium, mine in zip(media, places.split(fills), strict=True):
-        runs = mine.tensor_split(((mine.diff() != 1).nonzero().flatten() + 1).tolist())
-        refs.append(MediaRef(medium, [(int(run[0]), len(run)) for run in runs]))
-    return refs
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,8 +224,8 @@ def _check(t: Trajectory) -> None:
 def _check_tokens(t: Trajectory, who: str) -> int:
     ids = t.tokens.get("input_ids")
     if ids is None:
-        raise InvalidTrajectory(f"{who}: tokens need 'input_ids', found {sorted(t.tokens)}.")
-    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype not in _INTEGERS or len(ids) < 2:
+        raise InvalidTrajectory(f"{who}: tokens need 'input_ids', found {list(t.tokens)}.")
+    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype not in INTEGERS or len(ids) < 2:
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InvalidTrajectory(f"{who}: input_ids must be integers of shape [n], n >= 2, found {found}.")
     n = len(ids)
@@ -286,7 +246,7 @@ def _check_tokens(t: Trajectory, who: str) -> int:
                 "fill with 0 where there is nothing."
             )
     positions = t.tokens.get("position_ids")
-    if positions is not None and (positions.dtype not in _INTEGERS or tuple(positions.shape) not in ((n,), (n, 3))):
+    if positions is not None and (positions.dtype not in INTEGERS or tuple(positions.shape) not in ((n,), (n, 3))):
         raise InvalidTrajectory(
             f"{who}: position_ids must be integers of shape [{n}] or [{n}, 3], found {positions.dtype} "
             f"{list(positions.shape)}."
@@ -324,25 +284,44 @@ def _check_tensor(what: str, tensor: object) -> None:
         )
 
 
+def check_medium(what: str, medium: object) -> Media:
+    """A medium with counts that can be added up; its tensors are looked at by a put."""
+    if not isinstance(medium, Media):
+        raise InvalidTrajectory(f"{what} must be a kd.Media, found {type(medium).__name__}.")
+    counts = (medium.tokens, medium.cost)
+    if not all(type(x) is int for x in counts) or medium.tokens < 1 or medium.cost < 0:
+        raise InvalidTrajectory(
+            f"{what} needs int tokens >= 1 and int patches >= 0 or None, found tokens {medium.tokens!r}, patches "
+            f"{medium.patches!r}; count tokens after the processor, and give int(count)."
+        )
+    if not isinstance(medium.tensors, Mapping) or not medium.tensors:
+        found = "an empty one" if isinstance(medium.tensors, Mapping) else type(medium.tensors).__name__
+        raise InvalidTrajectory(f"{what} needs a mapping of names to tensors, what its encoder takes, found {found}.")
+    return medium
+
+
 def _check_media(t: Trajectory, who: str, n: int) -> None:
     taken: list[tuple[int, int]] = []
+    if not isinstance(t.media, Sequence):
+        raise InvalidTrajectory(
+            f"{who}: media must be a sequence of kd.MediaRef, found {type(t.media).__name__}; without images it is ()."
+        )
     for i, ref in enumerate(t.media):
         what = f"{who}: media {i}"
-        if not isinstance(ref, MediaRef) or not isinstance(ref.media, Media):
-            raise InvalidTrajectory(f"{what}: must be kd.MediaRef(kd.Media(...), spans), found {type(ref).__name__}.")
-        media = ref.media
-        counts = (media.tokens, media.cost)
-        if not all(isinstance(x, int) for x in counts) or media.tokens < 1 or media.cost < 0 or not media.tensors:
-            raise InvalidTrajectory(
-                f"{what}: needs tensors, an int tokens >= 1 and an int patches >= 0, found {len(media.tensors)} "
-                f"tensors, tokens {media.tokens!r}, patches {media.patches!r}."
-            )
+        if not isinstance(ref, MediaRef):
+            raise InvalidTrajectory(f"{what} must be kd.MediaRef(kd.Media(...), spans), found {type(ref).__name__}.")
+        media = check_medium(what, ref.media)
         check_name(f"{what}: kind", media.kind)
         for name, tensor in media.tensors.items():
             check_name(f"{what}: tensor name", name)
             _check_tensor(f"{what}: tensor {name!r}", tensor)
-        if not all(len(span) == 2 and all(isinstance(x, int) for x in span) for span in ref.spans):
-            raise InvalidTrajectory(f"{what}: spans are pairs of ints (start, length), found {list(ref.spans)}.")
+            if tensor.ndim == 0:
+                raise InvalidTrajectory(
+                    f"{what}: tensor {name!r} has shape []; media are concatenated along the first dimension, give "
+                    "it one: [1]."
+                )
+        if not _are_pairs(ref.spans):
+            raise InvalidTrajectory(f"{what}: spans must be a list of (start, length), two ints, found {ref.spans!r}.")
         lengths = sum(length for _, length in ref.spans)
         if lengths != media.tokens:
             raise InvalidTrajectory(
@@ -362,6 +341,12 @@ def _check_media(t: Trajectory, who: str, n: int) -> None:
         if start + length > following:
             raise InvalidTrajectory(f"{who}: media spans overlap at position {following}; a position has one feature.")
     _check_placeholders(t, who, taken)
+
+
+def _are_pairs(spans: object) -> bool:
+    return isinstance(spans, Sequence) and all(
+        isinstance(span, Sequence) and len(span) == 2 and all(type(x) is int for x in span) for span in spans
+    )
 
 
 def _check_placeholders(t: Trajectory, who: str, taken: Sequence[tuple[int, int]]) -> None:

@@ -24,7 +24,7 @@ import knit_data as kd
 from knit_data.integrations.huggingface import attach, features, image_features, trajectory
 from knit_data.integrations.huggingface.models import inner_of
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 class Encoder:
@@ -277,6 +277,43 @@ def test_fsdp2_gathers_the_root_for_an_encoding_without_a_forward(case, one_rank
         expected = case.logits[name].float()
         # bfloat16 has 8 bits: a wrong image moves logits by more
         assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+@pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5, reason="transformers 4 records hidden states without class names"
+)
+def test_a_sharded_tower_whose_hidden_states_get_lost_is_named(one_rank):
+    model, media = build("llava"), images("llava", 2)
+    tower = inner_of(model).vision_tower
+    fully_shard(tower)
+    fully_shard(model)
+    match = r"'model\.vision_tower', found none.* FSDPCLIPVisionModel\. Call fully_shard on the layers"
+    with pytest.raises(kd.InvalidArgument, match=match) as raised:
+        Encoder(image_features(model)).fill(media)
+    assert isinstance(raised.value.__cause__, TypeError)
+
+    model = build("llava")  # as the message says
+    for layer in (
+        m for name, m in inner_of(model).vision_tower.named_modules() if name.endswith(("layers.0", "layers.1"))
+    ):
+        fully_shard(layer)
+    fully_shard(model)
+    encoder = Encoder(image_features(model))
+    encoder.fill(media)
+    assert len(encoder.cache) == 2
+
+
+def test_another_error_of_a_sharded_tower_is_its_own(one_rank, monkeypatch):
+    model = build("llava")
+    fully_shard(inner_of(model).vision_tower)
+    fully_shard(model)
+
+    def broken(**tensors: Any) -> None:
+        raise TypeError("of its own")
+
+    monkeypatch.setattr(model, "get_image_features", broken)
+    with pytest.raises(TypeError, match=r"^of its own$"):
+        Encoder(image_features(model)).fill(images("llava", 1))
 
 
 def test_ddp_is_looked_through(qwen, one_rank):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import knit_data as kd
-from knit_data.integrations.huggingface import attach, image_features, trajectory
+from knit_data.integrations.huggingface import attach, image_features, models, trajectory
 
 transformers = pytest.importorskip("transformers")
 
@@ -183,6 +183,65 @@ def test_columns_of_the_response_or_of_everything():
         make("llava", processed, response=[12, 13, 14], loss_mask=torch.ones(5))
 
 
+def test_lists_and_arrays_are_columns_too():
+    frozen = np.arange(5.0)
+    frozen.flags.writeable = False
+    given = {"logprobs": [-0.5, -1.0], "entropy": frozen, "kind": (3, 4), "parts": [torch.tensor(0.5)] * 2}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as trainers do; 1 / 3 would be another number
+    try:
+        t = make("llava", {"input_ids": [10, 11, 12]}, response=(13, 14), tokens=given, loss_mask=[1 / 3, 0])
+    finally:
+        torch.set_default_dtype(before)
+    wanted = {
+        "logprobs": torch.tensor([0, 0, 0, -0.5, -1.0]),
+        "entropy": torch.arange(5.0, dtype=torch.float64),
+        "kind": torch.tensor([0, 0, 0, 3, 4]),
+        "parts": torch.tensor([0, 0, 0, 0.5, 0.5]),
+        "loss_mask": torch.tensor([0, 0, 0, 1 / 3, 0]),
+    }
+    for name, column in wanted.items():
+        assert t.tokens[name].dtype == column.dtype and torch.equal(t.tokens[name], column), name
+
+
+@pytest.mark.parametrize("bad", [None, "ab", {}, [0.0, None], [[1.0], [1.0, 2.0]], ["a", "b"], (x for x in (1, 2))])
+def test_what_is_no_tensor_is_refused_by_name(bad):
+    for changes, text in (
+        ({"tokens": {"logprobs": bad}}, "column 'logprobs'"),
+        ({"response": bad}, "response_ids"),
+        ({"loss_mask": bad}, "loss_mask"),
+        ({"processed": {"input_ids": [10], "pixel_values": bad}}, "'pixel_values'"),
+    ):
+        if bad is None and text in ("loss_mask", "'pixel_values'"):  # there it is the default
+            continue
+        with pytest.raises(kd.InvalidTrajectory, match=rf"{text} must be a tensor, an array or a list .*found \w+"):
+            make("llava", **{"processed": {"input_ids": [10, 11]}, "response": [12, 13], **changes})
+
+
+@pytest.mark.parametrize("name", ["processed", "tokens"])
+def test_what_maps_no_names_is_refused(name):
+    with pytest.raises(kd.InvalidTrajectory, match=f"{name} must map names to tensors, found list"):
+        make("llava", **{"processed": {"input_ids": [10, 11]}, name: [1, 2]})
+
+
+def test_media_that_cannot_be_placed_are_refused():
+    processed = {"input_ids": [10, *[IMAGE] * 2, 11]}
+    medium = kd.Media({"pixels": torch.zeros(1)}, 2)
+    for media, text in ((medium, r"found Media; .*one \[medium\]"), ([{}], "media 0 must be a kd.Media, found dict")):
+        with pytest.raises(kd.InvalidTrajectory, match=text):
+            make("llava", processed, media=media)
+    assert make("llava", processed, media=(m for m in [medium])).media[0].spans == [(1, 2)]
+
+
+def test_few_models_of_configs_are_kept(monkeypatch):
+    monkeypatch.setattr(models, "_SKELETONS", {})
+    monkeypatch.setattr(models, "_MOST_SKELETONS", 2)
+    settings = [config("llava") for _ in range(3)]
+    made = [models.skeleton(one) for one in settings]
+    assert list(models._SKELETONS) == [id(one) for one in settings[1:]]
+    assert models.skeleton(settings[2]) is made[2] and models.skeleton(settings[0]) is not made[0]
+
+
 def test_ready_media_replace_the_pixels():
     processed = process("qwen3", 2)
     plain = make("qwen3", processed)
@@ -259,9 +318,10 @@ def test_grids_that_do_not_count_the_patches():
 @pytest.mark.parametrize(
     ("processed", "text"),
     [
-        ({"input_ids": torch.zeros(2, 3)}, r"of one prompt.*found \[2, 3\]"),
+        ({"input_ids": [1.0, 2.0]}, r"integers.*found torch\.float32 \[2\]"),
+        ({"input_ids": torch.zeros(2, 3)}, r"of one prompt.*found torch\.float32 \[2, 3\]"),
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, r"n >= 1"),
-        ({"input_ids": [1, 2], "attention_mask": [1]}, r"found \[2\] and \[1\]"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, r"found torch\.int64 \[2\] and \[1\]"),
         ({}, r"needs input_ids"),
         ({"input_ids": [1, 2], "pixel_values_videos": torch.zeros(1)}, r"\['pixel_values_videos'\].*only images"),
         ({"input_ids": [1, 2], "pixel_values": torch.zeros(1, 2, 3, 16, 16)}, r"\[1, 2, 3, 16, 16\].*pass media="),
@@ -272,7 +332,7 @@ def test_outputs_that_are_not_of_one_prompt_with_images(processed, text):
         make("llava", processed)
 
 
-@pytest.mark.parametrize("response", [[], [[1, 2]]])
+@pytest.mark.parametrize("response", [[], [[1, 2]], [1.5]])
 def test_responses_that_are_not_ids(response):
     with pytest.raises(kd.InvalidTrajectory, match=r"response_ids must be \[r\], r >= 1"):
         make("llava", {"input_ids": [1, 2]}, response=response)

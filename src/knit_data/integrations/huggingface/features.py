@@ -26,6 +26,7 @@ from knit_data.integrations.huggingface.models import GET, flat, inner_of, parts
 _NATIVE = "mm_encoder_outputs"
 _METHOD = "knit_image_features"  # of a sharded model
 _LEVELS = "knit_levels"  # attribute of a marker
+_LOST = "'NoneType' object is not subscriptable"  # hidden states that transformers 5 did not record
 _WHOLE = frozenset({"internvl"})  # families whose forward takes features as one tensor, not as one per image
 
 
@@ -39,7 +40,7 @@ def image_features(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor 
 
     Under FSDP2 the call goes through the root, which must itself be sharded, because a tower that is called alone
     would become a root of its own. Of LLaVA on transformers 5 shard the tower's layers and not the tower: it looks
-    for its hidden states by the name of its class, which sharding changes. Tensors that the model's
+    for its hidden states by the name of its class, which sharding changes. That, and tensors that the model's
     ``get_image_features`` does not name, or that it needs and are not there, raise ``InvalidArgument``.
     """
     inner = inner_of(model)
@@ -183,7 +184,22 @@ def _container(inner: nn.Module) -> _Container:
 
 def _encode(root: nn.Module, **tensors: Tensor) -> tuple[Tensor, ...]:
     """All levels, and the form in which the model returned them is kept for ``attach``."""
-    returned = getattr(root, GET)(**tensors)
+    try:
+        returned = getattr(root, GET)(**tensors)
+    except TypeError as error:
+        towers = [
+            name
+            for name, module in root.named_modules()
+            if isinstance(module, FSDPModule) and getattr(module, "main_input_name", None) == "pixel_values"
+        ]
+        if str(error) != _LOST or not towers:
+            raise
+        raise InvalidArgument(
+            f"{GET} of {type(root).__name__} takes hidden states of {towers[0]!r}, found none: the tower itself is "
+            "sharded, and transformers 5 records them by the name of the class, which fully_shard changes, here to "
+            f"{type(root.get_submodule(towers[0])).__name__}. Call fully_shard on the layers of {towers[0]!r} and not "
+            "on it; the model that is sharded last takes the rest."
+        ) from error
     _CONTAINERS[inner_of(root)] = _Container.of(returned)
     base, deepstack = parts_of(returned)
     return (flat(base), *map(flat, deepstack))

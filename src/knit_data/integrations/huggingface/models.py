@@ -57,19 +57,24 @@ def flat(features: Any) -> Tensor:
 
 
 _SKELETONS: dict[int, tuple[Any, nn.Module]] = {}  # by id of the config, which is kept so that the id stays its own
+_MOST_SKELETONS = 8  # the configs of a few models and of their parts; who makes a config per call pays, in time alone
 
 
 def skeleton(config: Any) -> nn.Module:
-    """The model of a config on the meta device: its code without its memory."""
-    if id(config) not in _SKELETONS:
-        try:
-            auto = importlib.import_module("transformers").AutoModelForImageTextToText
-        except ImportError as error:
-            raise InvalidArgument(
-                "kd.integrations.huggingface needs transformers to read a config, and it is not installed; "
-                "pip install 'knit_data[hf]'."
-            ) from error
-        with torch.device("meta"):  # eager: what a config names for a GPU need not be installed here
-            built = auto.from_config(copy.deepcopy(config), attn_implementation="eager")
-        _SKELETONS[id(config)] = config, built
-    return _SKELETONS[id(config)][1]
+    """The model of a config on the meta device: its code without its memory. The last few are kept."""
+    known = _SKELETONS.get(id(config))
+    if known:
+        return known[1]
+    try:
+        auto = importlib.import_module("transformers").AutoModelForImageTextToText
+    except ImportError as error:
+        raise InvalidArgument(
+            "kd.integrations.huggingface needs transformers to read a config, and it is not installed; "
+            "pip install 'knit_data[hf]'."
+        ) from error
+    with torch.device("meta"):  # eager: what a config names for a GPU need not be installed here
+        built: nn.Module = auto.from_config(copy.deepcopy(config), attn_implementation="eager")
+    _SKELETONS[id(config)] = config, built
+    for oldest in list(_SKELETONS)[:-_MOST_SKELETONS]:
+        _SKELETONS.pop(oldest, None)  # another thread may have been here
+    return built

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from knit_data.errors import InvalidTrajectory
 from knit_data.integrations.huggingface.models import GET, flat, inner_of, parts_of, skeleton, takes
-from knit_data.trajectory import Media, MediaRef, Trajectory, place_media
+from knit_data.placement import place_media
+from knit_data.trajectory import Media, MediaRef, Trajectory
 
 # What processors return about the text, and the counts of tiles, which follow from the placeholders.
 _TEXT = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "num_patches"})
@@ -27,11 +28,11 @@ def trajectory(
     response_ids: Tensor | Sequence[int],
     *,
     model: nn.Module | Any,
-    tokens: Mapping[str, Tensor] | None = None,
+    tokens: Mapping[str, Tensor | Sequence[float]] | None = None,
     values: Mapping[str, Tensor | float] | None = None,
     attributes: Mapping[str, str] | None = None,
     media: Sequence[Media] | None = None,
-    loss_mask: Tensor | None = None,
+    loss_mask: Tensor | Sequence[float] | None = None,
     mean_policy_version: float | None = None,
 ) -> Trajectory:
     """A trajectory of a processor's output for one prompt and of the ids that were sampled after it.
@@ -44,7 +45,8 @@ def trajectory(
 
     Columns: ``input_ids`` int64; ``loss_mask`` float32, 0 on the prompt, then 1 or the ``loss_mask`` given for the
     response; for models with three axes of positions (Qwen-VL) ``position_ids`` int64 [n, 3], with or without images;
-    and ``tokens``, given for all tokens or for the response alone (then 0 on the prompt).
+    and ``tokens``, given for all tokens or for the response alone (then 0 on the prompt). Tensors, arrays and lists
+    are taken; lists of floats become float32.
 
     Prompt [1, V, I, I, 2] (V starts an image, I is its placeholder) with a grid (1, 2, 4), 8 patches in 2 tokens, and
     the response [7, 8]: one medium at (2, 2); loss_mask [0, 0, 0, 0, 0, 1, 1]; position_ids 0, 1, then (2, 2, 2) and
@@ -55,10 +57,15 @@ def trajectory(
     who = f"trajectory {id!r}"
     inner: Any = inner_of(model if isinstance(model, nn.Module) else skeleton(model))
     config = inner.config
-    tensors = {name: _tensor(value) for name, value in processed.items() if value is not None}
-    prompt, response = _prompt(who, tensors), _tensor(response_ids).to(torch.int64)
-    if response.ndim != 1 or not len(response):
-        raise InvalidTrajectory(f"{who}: response_ids must be [r], r >= 1, found {list(response.shape)}.")
+    for what, mapping in (("processed", processed), ("tokens", tokens or {})):
+        if not isinstance(mapping, Mapping):
+            raise InvalidTrajectory(f"{who}: {what} must map names to tensors, found {type(mapping).__name__}.")
+    tensors = {name: _tensor(f"{who}: {name!r}", value) for name, value in processed.items() if value is not None}
+    prompt, response = _prompt(who, tensors), _tensor(f"{who}: response_ids", response_ids)
+    if response.ndim != 1 or not len(response) or response.is_floating_point():
+        raise InvalidTrajectory(
+            f"{who}: response_ids must be [r], r >= 1, integers, found {response.dtype} {list(response.shape)}."
+        )
     n, r = len(prompt), len(response)
     known = takes(inner)[0]
     unknown = sorted(tensors.keys() - _TEXT - set(known))
@@ -70,16 +77,18 @@ def trajectory(
     pixels = {name: tensor for name, tensor in tensors.items() if name in known}
     if media is None:
         media = _images(who, config, pixels, prompt) if pixels else ()
-    ids = torch.cat([prompt, response])
+    ids = torch.cat([prompt, response.to(torch.int64)])
     refs = place_media(ids, media, config.image_token_id, n)
-    mask = torch.ones(r) if loss_mask is None else _tensor(loss_mask).float()
-    columns = {"input_ids": ids, "loss_mask": _whole_column(f"{who}: loss_mask", mask, n, r, alone=True)}
+    what = f"{who}: loss_mask"
+    mask = torch.ones(r) if loss_mask is None else _tensor(what, loss_mask).float()
+    columns = {"input_ids": ids, "loss_mask": _whole_column(what, mask, n, r, alone=True)}
     if hasattr(inner, "get_rope_index"):
         columns["position_ids"] = _positions(who, inner, prompt, r, refs, pixels.get("image_grid_thw"))
     for name, column in (tokens or {}).items():
         if name in columns:
             raise InvalidTrajectory(f"{who}: column {name!r} is made here; leave it out of tokens.")
-        columns[name] = _whole_column(f"{who}: column {name!r}", column, n, r)
+        what = f"{who}: column {name!r}"
+        columns[name] = _whole_column(what, _tensor(what, column), n, r)
     return Trajectory(
         id,
         group,
@@ -92,8 +101,19 @@ def trajectory(
     )
 
 
-def _tensor(value: Any) -> Tensor:
-    return value.detach().cpu() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+def _tensor(what: str, value: Any) -> Tensor:
+    """On the host; Python floats as float32, arrays in their dtype."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    try:
+        array = np.asarray(value)
+        # Copied, because an array may be read-only; and to the host, whatever the default device is.
+        made = torch.tensor(array, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidTrajectory(
+            f"{what} must be a tensor, an array or a list of numbers, found {type(value).__name__}: {error}"
+        ) from error
+    return made.float() if made.dtype == torch.float64 and not isinstance(value, np.ndarray) else made
 
 
 def _prompt(who: str, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -102,10 +122,10 @@ def _prompt(who: str, tensors: Mapping[str, Tensor]) -> Tensor:
     mask = tensors.get("attention_mask", torch.ones_like(ids))
     if ids.ndim == 2 and len(ids) == 1:
         ids, mask = ids[0], mask.reshape(-1)
-    if ids.ndim != 1 or ids.shape != mask.shape or not mask.any():
+    if ids.ndim != 1 or ids.is_floating_point() or ids.shape != mask.shape or not mask.any():
         raise InvalidTrajectory(
-            f"{who}: processed needs input_ids [n] or [1, n] of one prompt, n >= 1, and an attention_mask like them, "
-            f"found {list(ids.shape)} and {list(mask.shape)}; make one trajectory for each row."
+            f"{who}: processed needs input_ids [n] or [1, n] of one prompt, n >= 1, integers, and an attention_mask "
+            f"like them, found {ids.dtype} {list(ids.shape)} and {list(mask.shape)}; make one trajectory for each row."
         )
     return ids[mask != 0].to(torch.int64)
 
@@ -200,7 +220,7 @@ def _positions(who: str, inner: Any, prompt: Tensor, r: int, refs: Sequence[Medi
     return torch.cat([before, after[:, None].expand(-1, 3)])
 
 
-@lru_cache
+@lru_cache(maxsize=8)  # keys hold skeletons
 def _row_tokens(skeleton: nn.Module, shape: tuple[int, ...]) -> int:
     """How many tokens one row of pixel_values fills, by the model's own code."""
     with torch.no_grad():
