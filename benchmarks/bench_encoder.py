@@ -3,12 +3,11 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/bench_encoder.py [--quick] [--json FILE]
 
 The model is Qwen2.5-VL of transformers, randomly initialised, float32, in one process with torch's own number of
-threads. A mini-batch is 16 responses to 16 / n images (32 in the first case), in 4 packed micro-batches. A step runs
-from ``next(loader)`` to the last gradient: admission, reading (another loader for each step, from a store on disk that
-the page cache holds), forward, loss, backward, the encoder's backward; the optimizer is left out. ``wall`` is what
-passes meanwhile, ``processor`` what this process computes, all threads together: the one to read where others compute
-too. Without OMP_WAIT_POLICY=PASSIVE, threads spin while they wait for each other: a busy machine takes ten times as
-long.
+threads. A mini-batch is 16 responses to 16 / n images, in 4 packed micro-batches. A step runs from
+``next(loader)`` to the last gradient: admission, reading (another loader for each step, from a store on disk that the
+page cache holds), forward, loss, backward, the encoder's backward; the optimizer is left out. ``wall`` is what passes
+meanwhile, ``processor`` what this process computes, all threads together: the one to read where others compute too.
+Without OMP_WAIT_POLICY=PASSIVE, threads spin while they wait for each other: a busy machine takes ten times as long.
 
 One step of each provider in turn; ratios are those of one turn. The first turn is not timed: there gradients are
 compared with naive's, images that went through the tower are counted, and ``peak memory`` is taken, the most bytes of
@@ -60,7 +59,7 @@ import knit_data as kd
 huggingface = kd.integrations.huggingface
 
 VOCABULARY, IMAGE, VIDEO, START, END = 128, 5, 6, 7, 8  # ids; text uses 10 and up
-MICRO_BATCHES = 4
+RESPONSES, MICRO_BATCHES = 16, 4
 MAX_PATCHES = 576  # to a call of ours: four small images, as in naive's, or one large one
 ALIKE = 1e-4  # of the largest gradient: float32, batches of other sizes
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -74,7 +73,6 @@ class Case:
     side: int = 12  # of an image, in patches
     depth: int = 8  # layers of the tower
     text: tuple[int, int] = (128, 2)  # width and layers of the backbone
-    responses: int = 16  # of a mini-batch
     rounds: int = 2
 
     @property
@@ -86,7 +84,7 @@ class Case:
         return f"n {self.n}, {order}, {self.patches} patches, tower of {self.depth}, text {width} x {layers}"
 
 
-FULL = Case(8, side=20, responses=32, rounds=3)
+FULL = Case(8, side=20, rounds=3)
 SHARES = (Case(8, depth=4, text=(256, 6)), Case(8, side=8, depth=2, text=(256, 10)))  # of vision, falling
 CASES = (FULL, Case(8, shuffled=False), Case(4), Case(16), *SHARES)
 
@@ -143,12 +141,12 @@ def build(case: Case) -> Any:
 def fill(url: str, case: Case, config: Any, copies: bool) -> kd.TrajectoryStore:
     """The responses. Of ``copies`` each brings its own image, alike but for a number."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randperm(case.responses, generator=generator) + 9  # all different: no two rows can change places
+    lengths = torch.randperm(RESPONSES, generator=generator) + 9  # all different: no two rows can change places
     lengths = lengths if case.shuffled else torch.full_like(lengths, 24)
     tokens = case.patches // 4
     store = kd.TrajectoryStore(url)
     with store.writer("rollout-0") as writer:
-        for i in range(case.responses // case.n):
+        for i in range(RESPONSES // case.n):
             pixels = torch.randn(case.patches, 3 * 2 * 14 * 14, generator=generator)
             image = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, case.side, case.side]])}
             medium = kd.Media(image, tokens, patches=case.patches)
@@ -168,8 +166,8 @@ def fill(url: str, case: Case, config: Any, copies: bool) -> kd.TrajectoryStore:
 
 
 def loader_of(store: kd.TrajectoryStore, case: Case, prefetch: int) -> kd.TrajectoryLoader:
-    cap = (case.patches // 4 + 7 + 28) * case.responses // MICRO_BATCHES
-    groups = case.responses // case.n
+    cap = (case.patches // 4 + 7 + 25) * RESPONSES // MICRO_BATCHES
+    groups = RESPONSES // case.n
     sampler = kd.QuotaSampler(kd.TrajectoryStream(store), groups, groups, case.n)
     return kd.TrajectoryLoader(sampler, cap, device="cpu", prefetch=prefetch)
 
