@@ -84,7 +84,7 @@ class Case:
         return f"n {self.n}, {order}, {self.patches} patches, tower of {self.depth}, text {width} x {layers}"
 
 
-FULL = Case(8, side=20, rounds=3)
+FULL = Case(8, side=20, depth=16, rounds=3)
 SHARES = (Case(8, depth=4, text=(256, 6)), Case(8, side=8, depth=2, text=(256, 10)))  # of vision, falling
 CASES = (FULL, Case(8, shuffled=False), Case(4), Case(16), *SHARES)
 
