@@ -148,7 +148,7 @@ def test_frozen_features_are_bounded_in_bytes():
             calls.append(model.calls)
     made = [b - a for a, b in zip([0, *calls], calls, strict=False)]
     assert made[:4] == [1, 1, 1, 1] and sum(made[4:8]) >= 2  # i0 and i1 had gone
-    assert encoder._kept._bytes <= encoder.cache_bytes
+    assert encoder._kept.nbytes <= encoder.cache_bytes
 
 
 # -- passes and the order of calls -------------------------------------------------------------------------------------
@@ -394,6 +394,18 @@ def test_a_loss_backward_after_the_encoders_raises():
         encoder.backward()
         with pytest.raises(kd.UsageError, match="would not reach the encoder"):
             losses[-1].backward()
+
+
+def test_a_backward_in_the_middle_of_a_pass_is_named():
+    model = Looker()
+    encoder = kd.SharedEncoder(model.encode)
+    with minis(cap=30) as loader:
+        micros = iter(next(loader))
+        micro = next(micros)
+        model(micro, encoder(micro)).backward()
+        encoder.backward()
+        with pytest.raises(kd.UsageError, match="before the last micro-batch of this pass"):
+            encoder(next(micros))
 
 
 def test_the_empty_mini_batch_at_the_end_of_a_stream_needs_no_guard():

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "placement", "pixels", "infos", "errors"),
     (
         *("quotas", "seats", "staleness", "policy", "groups", "ledger", "admission"),
-        *("explain", "demand", "launching", "affinity", "packing", "planning", "layout", "ops"),
+        *("explain", "demand", "launching", "affinity", "packing", "planning", "layout", "recent", "ops"),
     ),
     ("store",),
     (

@@ -94,7 +94,7 @@ def test_the_cache_of_media_is_bounded(monkeypatch):
         micros = list(next(loader))
         assert sum(len(m.media.new) for m in micros) == 4
     (reader,) = made
-    assert reader._kept_bytes == 2 * 4096
+    assert reader._kept.nbytes == 2 * 4096
     assert len(reader._kept) == 2  # an arena has 4,096 bytes at least
 
 

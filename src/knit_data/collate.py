@@ -186,8 +186,7 @@ class Collator:
         for name in table.value_names:
             if name in views:
                 views[name][...] = table.columns[f"value.{name}"]
-        flat = {name: view.reshape(-1) for name, view in views.items()}
-        labels(flat["labels"], flat["input_ids"], flat["loss_mask"], rows, len(table))
+        labels(views["labels"].reshape(-1), ids.reshape(-1), views["loss_mask"].reshape(-1), rows, len(table))
         views["cu_seqlens"][...] = cumulative(slots, self.layout)
         if "position_ids" not in table.schema.names:
             positions(views["position_ids"].reshape(-1), slots, self.layout)
@@ -312,6 +311,8 @@ class Collator:
         None where there are no such. A placeholder before the first token with a loss was not sampled: its image got
         lost.
         """
+        if not share.token_ids:
+            return None
         ids, rows = views["input_ids"].reshape(-1), views[ROWS]
         stray = np.zeros(len(ids), bool)
         for known in share.token_ids:

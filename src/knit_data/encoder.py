@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from knit_data.batch import MicroBatch
 from knit_data.errors import InvalidArgument, InvalidTrajectory, UsageError
-from knit_data.features import Call, Features, Kept, Levels, Visit, gather, gather_with_gradient
+from knit_data.features import Call, Features, Levels, Visit, gather, gather_with_gradient
 from knit_data.grad_sync import GradSync
 from knit_data.media import MediaBatch, Medium
 from knit_data.minibatch import MiniBatch
 from knit_data.pixels import finish
+from knit_data.recent import Recent
 from knit_data.surroundings import State, Surroundings, Tower
 
 Encode: TypeAlias = Callable[[Mapping[str, Tensor]], "Tensor | Sequence[Tensor]"]
@@ -91,7 +92,7 @@ class SharedEncoder:
         self._tower = Tower()
         self._levels: Levels | None = None  # what features without rows look like, once known
         self._single = True  # encode returns one tensor, not a tuple
-        self._kept = Kept()
+        self._kept = Recent[Features](lambda features: features.nbytes)  # of earlier mini-batches, when frozen
         self._kept_for: State | None = None
         self._empties = MiniBatch.empty
         self._mini: object = None
@@ -173,8 +174,7 @@ class SharedEncoder:
                 self._open += [visits[training]] if training else []
         if visits[training].over:
             raise UsageError(
-                "encoder.backward() was called before the last micro-batch of this pass; call it once, after all of "
-                "them."
+                "encoder.backward() was called before the last micro-batch of this pass; call it once, after all."
             )
         return visits[training]
 
@@ -197,7 +197,7 @@ class SharedEncoder:
     def _encode_new(self, media: MediaBatch, device: torch.device, visit: Visit, training: bool) -> None:
         fresh = list(zip(media.patches[media.rank], media.new, strict=True)) if media.patches else []
         if self._alone:
-            visit.found |= self._kept.recall([m.digest for _, m in fresh if m is not None])
+            visit.found |= self._kept.found([m.digest for _, m in fresh if m is not None])
             fresh = [(cost, m) for cost, m in fresh if m is not None and m.digest not in visit.found]
             count = len(chunks([cost for cost, _ in fresh], self.max_patches))
         else:
@@ -233,20 +233,22 @@ class SharedEncoder:
         if not keep:
             out = tuple(level.detach() for level in out)
         self._levels = tuple(level.detach()[:0] for level in out)
-        call = Call(media, out, surroundings, self._tower.weights(), self._tower.training(), [None] * len(out))
+        call = None
         if training:
+            call = Call(media, out, surroundings, self._tower.weights(), self._tower.training(), [None] * len(out))
             self._calls.append(call)
-        if visit is not None:
-            rows = [level.detach().split([m.tokens for m in media]) for level in out]
-            first = 0
-            for m, levels in zip(media, zip(*rows, strict=True), strict=True):
-                visit.found[m.digest] = Features(levels, call, first)
-                first += m.tokens
         if self.mode == "frozen":
             self._kept_for = State.now(self._tower, device)
-            if self._alone and visit is not None:
-                fresh = {m.digest: visit.found[m.digest] for m in media}
-                visit.found |= self._kept.keep(fresh, self.cache_bytes)
+        if visit is None:
+            return
+        rows, first = [level.detach().split([m.tokens for m in media]) for level in out], 0
+        for m, levels in zip(media, zip(*rows, strict=True), strict=True):
+            features = Features(levels, call, first)
+            if self._alone:
+                features = features.copy()
+                self._kept.put(m.digest, features, self.cache_bytes)
+            visit.found[m.digest] = features
+            first += m.tokens
 
     def _checked(self, returned: Tensor | Sequence[Tensor], media: Sequence[Medium]) -> Levels:
         levels = tuple(returned) if isinstance(returned, tuple | list) else (returned,)

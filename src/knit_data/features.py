@@ -6,8 +6,7 @@ which the micro-batches' backwards run: reproducible, and independent of how a b
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -56,6 +55,10 @@ class Features:
     def nbytes(self) -> int:
         return sum(level.nbytes for level in self.levels)
 
+    def copy(self) -> Features:
+        """Without the call, which holds what was encoded beside it."""
+        return Features(tuple(level.clone() for level in self.levels))
+
 
 @dataclass(eq=False)
 class Visit:
@@ -99,32 +102,3 @@ class _Gather(torch.autograd.Function):
             if features.call is not None:
                 features.call.add(ctx.level, features.first + first, part)
         return None, None, None, None
-
-
-class Kept:
-    """Features of earlier mini-batches by content; the least recently used go first."""
-
-    def __init__(self) -> None:
-        self._features = OrderedDict[str, Features]()
-        self._bytes = 0
-
-    def clear(self) -> None:
-        self._features.clear()
-        self._bytes = 0
-
-    def recall(self, digests: Sequence[str]) -> dict[str, Features]:
-        """Those of these that are there."""
-        found = {d: self._features[d] for d in digests if d in self._features}
-        for digest in found:
-            self._features.move_to_end(digest)
-        return found
-
-    def keep(self, fresh: Mapping[str, Features], limit: int) -> dict[str, Features]:
-        """Copies of them, at most ``limit`` bytes in all, that do not hold on to the calls that they come from."""
-        own = {d: Features(tuple(level.clone() for level in f.levels)) for d, f in fresh.items()}
-        for digest, features in own.items():
-            self._features[digest] = features
-            self._bytes += features.nbytes
-        while self._features and self._bytes > limit:
-            self._bytes -= self._features.popitem(last=False)[1].nbytes
-        return own

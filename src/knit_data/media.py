@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +22,7 @@ from torch import Tensor
 from knit_data.arena import ALIGN, ArenaPool, capacity
 from knit_data.errors import CorruptData, KnitError, ShortRead
 from knit_data.infos import Array, InfoTable
+from knit_data.recent import Recent
 from knit_data.share import Share
 from knit_data.store.backend import Read
 from knit_data.store.segment import torch_dtype
@@ -106,8 +106,7 @@ class MediaReader:
     def __init__(self, store: TrajectoryStore, on_corrupt: str, timing: Timing) -> None:
         self._store, self._on_corrupt, self._timing = store, on_corrupt, timing
         self._pool = ArenaPool()
-        self._kept = OrderedDict[str, Medium]()
-        self._kept_bytes = 0
+        self._kept = Recent[Medium](lambda medium: medium.held)
         self._bad = WeakKeyDictionary[Share, dict[int, KnitError]]()
 
     def read(self, share: Share, j: int) -> tuple[tuple[Medium | None, ...], Medium | None]:
@@ -139,12 +138,11 @@ class MediaReader:
     def _media(self, share: Share, rows: Sequence[int]) -> tuple[Medium | None, ...]:
         media, bad = share.table.media, self._bad.get(share, {})
         digests = [media.columns["digest"][u].tobytes().hex() for u in rows]
-        absent = [(u, d) for u, d in zip(rows, digests, strict=True) if d not in self._kept and u not in bad]
-        found = {d: self._kept[d] for d in digests if d in self._kept}
+        found = self._kept.found(digests)
+        absent = [(u, d) for u, d in zip(rows, digests, strict=True) if d not in found and u not in bad]
         for medium in self._fetch(share, absent):
             found[medium.digest] = medium
-        for medium in found.values():
-            self._keep(medium)
+            self._kept.put(medium.digest, medium, CACHE_BYTES)
         return tuple(found.get(d) for d in digests)
 
     def _fetch(self, share: Share, wanted: Sequence[tuple[int, str]]) -> list[Medium]:
@@ -186,18 +184,6 @@ class MediaReader:
                 "cannot be trained on. Restore the file, or pass on_corrupt='mask'."
             )
         self._bad.setdefault(share, {})[u] = error
-
-    def _keep(self, medium: Medium) -> None:
-        size = medium.held
-        if self._kept.pop(medium.digest, None) is not None:
-            self._kept_bytes -= size
-        if size > CACHE_BYTES:
-            return
-        self._kept[medium.digest] = medium
-        self._kept_bytes += size
-        while self._kept_bytes > CACHE_BYTES:
-            _, old = self._kept.popitem(last=False)
-            self._kept_bytes -= old.held
 
 
 def pieces_of(share: Share, table: InfoTable, starts: Array, masked: Sequence[int]) -> tuple[Array, Array]:
