@@ -16,12 +16,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "placement", "pixels", "infos", "errors"),
     (
         *("quotas", "seats", "staleness", "policy", "groups", "ledger", "admission"),
-        *("explain", "demand", "launching", "affinity", "packing", "planning", "layout", "recent", "ops"),
+        *("explain", "demand", "launching", "affinity", "packing", "planning", "layout", "recent", "tracing", "ops"),
     ),
     ("store",),
     (
         *("stream", "truncate", "flights", "intake", "sampler"),
-        *("exchange", "share", "arena", "media", "batch", "collate", "prefetch"),
+        *("exchange", "share", "arena", "device", "frame", "media", "batch", "collate", "prefetch"),
     ),
     ("surroundings", "grad_sync", "features", "minibatch", "encoder", "loader", "pacing", "simulation"),
     ("integrations", "__main__"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.infos import TrajectoryInfo
+from knit_data.infos import InfoTable, TrajectoryInfo
 from knit_data.media import MediaBatch
 
 
@@ -27,7 +28,7 @@ class MicroBatch(Mapping[str, Tensor]):
     """
 
     tensors: Mapping[str, Tensor]
-    infos: tuple[TrajectoryInfo, ...]
+    table: InfoTable  # of its trajectories
     layout: str
     max_seqlen: int
     is_last: bool  # of its pass over the mini-batch
@@ -50,10 +51,15 @@ class MicroBatch(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.tensors)
 
+    @cached_property
+    def infos(self) -> tuple[TrajectoryInfo, ...]:
+        """What is known of its trajectories, in the order of their values."""
+        return tuple(self.table.infos())
+
     @property
     def is_padding(self) -> bool:
         """Holds no trajectory: two tokens that keep this rank in step with the others."""
-        return not self.infos
+        return not len(self.table)
 
     def targets(self, name: str) -> Tensor:
         """A column moved to the position whose logits predict it, which is the labels' alignment.
@@ -64,7 +70,7 @@ class MicroBatch(Mapping[str, Tensor]):
             raise InvalidArgument(f"targets({name!r}): not a per-token column; those are {sorted(self.columns)}.")
         column = self.tensors[name]
         flat = column if self.layout == "packed" else column.flatten(0, 1)
-        inside = (self.rows[:-1] == self.rows[1:]) & (self.rows[:-1] < len(self.infos))
+        inside = (self.rows[:-1] == self.rows[1:]) & (self.rows[:-1] < len(self.table))
         out = torch.zeros_like(flat)
         shape = [-1, *[1] * (flat.ndim - 1)]
         out[:-1] = torch.where(inside.view(shape), flat[1:], torch.zeros((), dtype=flat.dtype, device=flat.device))
@@ -82,7 +88,7 @@ class MicroBatch(Mapping[str, Tensor]):
     def prompts_have(self, token_ids: Iterable[int]) -> Tensor:
         """Whether any of these ids stands before the first token with a loss of a trajectory: bool, on the device."""
         ids, rows = self.tensors["input_ids"].reshape(-1), self.rows.long()
-        slots, n = torch.arange(len(ids), device=ids.device), len(self.infos)
+        slots, n = torch.arange(len(ids), device=ids.device), len(self.table)
         weighed = torch.where(self.tensors["loss_mask"].reshape(-1) != 0, slots, len(ids))
         first = torch.full((n + 1,), len(ids), device=ids.device).scatter_reduce(0, rows, weighed, "amin")[rows]
         prompt = (slots < first) & (first < len(ids)) & (rows < n)

@@ -1,81 +1,65 @@
 """From byte ranges in segments to the tensors of one micro-batch, in one arena.
 
-Every field has its place in the arena, 64-byte aligned; a trajectory's bytes are read straight to where they stay,
-and trajectories that lie together in a segment and in the batch are read as one range. Padding, positions, labels
-and cumulative lengths are written beside them, so that one copy moves a micro-batch to its device.
+Every field has its place in the arena, 64-byte aligned. One call reads all ranges straight to where they stay, in the
+arena or in a medium's own memory, and verifies them; another writes what stands beside them: positions, labels, masks
+and padding. Then one copy moves a micro-batch to its device. Nothing here loops over trajectories.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from knit_data.arena import ALIGN, ArenaPool
+from knit_data.arena import Arenas, Delivery
 from knit_data.batch import MicroBatch
 from knit_data.errors import CorruptData, InvalidArgument, InvalidTrajectory, KnitError, ShortRead
-from knit_data.infos import Array, InfoTable, Schema
-from knit_data.layout import Slots, cumulative, labels, lay_out, positions, restarts, spread
-from knit_data.media import MediaBatch, MediaReader, Medium, Timing, pieces_of, slots_of
-from knit_data.ops import gather_ranges
+from knit_data.frame import MASKS, MODEL, ROWS, SLOTS, Field, Frame, part
+from knit_data.infos import Array, InfoTable
+from knit_data.layout import Slots, cumulative, lay_out, restarts
+from knit_data.media import MediaBatch, MediaReader, Taken, pieces_of, slots_of
+from knit_data.ops.fill import BLANK, Spec, fill_slots
 from knit_data.planning import Layout, Padding
 from knit_data.share import Share
-from knit_data.store.backend import Read
-from knit_data.store.segment import checksum, torch_dtype
+from knit_data.store.ranges import Outcome, Ranges, read_verified
 from knit_data.store.store import TrajectoryStore
+from knit_data.tracing import span
 
-ROWS, MASKS = "\0rows", "\0masks"  # fields of our own; no column can have such a name
+_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
 @dataclass(eq=False)
-class _Place:
-    """One field of the arena while it is built."""
+class Timing:
+    """What collating cost, in seconds and bytes, summed up by the loader.
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    at: int = 0
-    hidden: bool = False
+    ``bytes_logical``: were every trajectory to carry its own media. ``bytes_unique``: each medium once per rank and
+    mini-batch. ``bytes_read``: from the store, without what was still in memory.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
+    read_s: float = 0.0
+    verify_s: float = 0.0
+    copy_s: float = 0.0
+    bytes_logical: int = 0
+    bytes_unique: int = 0
+    bytes_read: int = 0
+    masked: int = 0
 
-
-class _Draft:
-    """An arena being filled, and an array per field."""
-
-    def __init__(self, places: dict[str, _Place], arena: Array, owner: Tensor) -> None:
-        self.places, self.arena, self.owner = places, arena, owner
-        self.views = {name: _view(arena, place) for name, place in places.items()}
+    def counts(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
-    """Rows from ``first`` on whose bytes of one field lie end to end in a segment, at byte ``at``."""
+class Prepared:
+    """A micro-batch, and what the consumer's thread has to do when it takes it."""
 
-    name: str
-    first: int
-    at: int
-    places: Array  # where each row's bytes go in the arena
-    lengths: Array
-
-    @cached_property
-    def nbytes(self) -> int:
-        return int(self.lengths.sum())
-
-    @cached_property
-    def direct(self) -> bool:
-        """End to end in the arena too."""
-        return bool((self.places[:-1] + self.lengths[:-1] == self.places[1:]).all())
+    micro: MicroBatch
+    delivery: Delivery
+    nbytes: int  # that wait for the consumer with it
 
 
 @dataclass(eq=False)
@@ -85,176 +69,124 @@ class Collator:
     store: TrajectoryStore
     layout: Layout
     padding: Padding
-    device: torch.device
+    arenas: Arenas
     fields: frozenset[str] | None
     on_corrupt: str = "raise"
-    pool: ArenaPool = field(default_factory=ArenaPool)
+    pinned: bool = False  # media go into memory that a CUDA device can copy from
     timing: Timing = field(default_factory=Timing)
 
     def __post_init__(self) -> None:
-        self._reader = MediaReader(self.store, self.on_corrupt, self.timing)
+        self._reader = MediaReader(self.store, self.on_corrupt, self.pinned)
+        self._frames: dict[object, Frame] = {}
 
-    def __call__(self, share: Share, j: int, fields: frozenset[str] | None = None) -> MicroBatch:
+    def __call__(self, share: Share, j: int, fields: frozenset[str] | None = None) -> Prepared:
         """Micro-batch j of this share; ``fields`` narrows the loader's own choice for an extra pass."""
         table = share.table.rows(share.ptr[j], share.ptr[j + 1])
         slots = lay_out(table.columns["n_tokens"].astype(np.int64), self.layout, self.padding)
-        wanted = self._wanted(table, self.fields if fields is None else fields)
-        places = self._places(table, slots, wanted)
-        size = 0
-        for place in places.values():
-            place.at, size = size, -(-(size + place.nbytes) // ALIGN) * ALIGN
-        draft = _Draft(places, *self.pool.lease(size))
-        new, stand_in = self._reader.read(share, j)
-        masked = self._fill(share, table, slots, draft, self._reader.corrupt_rows(share, table))
-        pieces, token_ids = pieces_of(share, table, slots.starts, masked)
-        at = slots_of(pieces)
-        media = self._media(share, j, pieces, token_ids, at, new, stand_in)
-        model_ids = self._without_strays(share, table, draft.views, at)
-        told_apart = restarts(draft.views["position_ids"], draft.views[ROWS], len(table))
-        owner = draft.owner.to(self.device)
-        del draft  # its arrays must not outlive this call: the tensors alone hold the lease
-        tensors = {n: _tensor(owner, p) for n, p in places.items() if not p.hidden}
-        per_token = {f.name for f in table.schema.fields if f.per_token} | {"loss_mask", "position_ids"}
-        return MicroBatch(
-            tensors,
-            tuple(table.infos()),
+        frame = self._frame(share, table, self.fields if fields is None else fields)
+        bounds = cumulative(slots, "packed")
+        ends = bounds if self.layout == "packed" else cumulative(slots, "padded")
+        at, size = frame.place(slots, len(table), len(ends), int(table.ragged["spans"].data[:, 2].sum()))
+        stage = self.arenas.stage(size)
+        host = stage.host
+        with span("knit/read"):
+            taken, masked = self._read(share, j, table, slots, frame, at, host)
+        with span("knit/fill"):
+            self._fill(table, slots, frame, at, host, bounds, masked)
+            part(host, frame["cu_seqlens"], at, len(ends))[...] = ends
+            pieces, token_ids = pieces_of(share, table, slots.starts, masked)
+            where = slots_of(pieces)
+            part(host, frame[SLOTS], at, len(where))[...] = where
+            strays = self._without_strays(share, table, frame, at, host, slots.total, where)
+            told_apart = self._told_apart(frame, at, host, slots, len(table))
+        with span("knit/copy"):
+            copied = self.arenas.copy_s
+            delivery = stage.send(at[MODEL] + (slots.total * frame["input_ids"].item_bytes if strays else 0))
+            self.timing.copy_s += self.arenas.copy_s - copied
+        del host, stage  # the tensors alone hold the lease
+        counts = {"slots": slots.total, "rows": len(table), "ends": len(ends), "media": len(where)}
+
+        def tensor(f: Field) -> Tensor:
+            flat = delivery.data[at[f.name] : at[f.name] + counts[f.lead] * f.item_bytes].view(f.dtype)
+            lead = slots.shape if f.lead == "slots" and f.name != ROWS else (counts[f.lead],)
+            return flat if len(lead) == 1 and not f.shape else flat.view(*lead, *f.shape)
+
+        micro = MicroBatch(
+            {f.name: tensor(f) for f in frame.visible},
+            table,
             self.layout,
-            int(np.diff(cumulative(slots, "packed")).max()),
+            int(np.diff(bounds).max()),
             j + 1 == share.count,
-            frozenset(per_token & tensors.keys()),
-            _tensor(owner, places[ROWS]),
+            frame.per_token,
+            tensor(frame[ROWS]),
             tuple(table[i].id for i in masked),
-            media,
+            self._media(share, j, pieces, token_ids, tensor(frame[SLOTS]), taken),
             told_apart,
-            None if model_ids is None else torch.from_numpy(model_ids).to(self.device),
+            tensor(frame[MODEL]) if strays else None,
+        )
+        return Prepared(micro, delivery, size + sum(medium.held for medium in taken[0] if medium is not None))
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def _frame(self, share: Share, table: InfoTable, asked: frozenset[str] | None) -> Frame:
+        masks = frozenset(np.unique(table.columns["mask_bytes"]).tolist())
+        key = table.schema, tuple(table.value_names), masks, asked, bool(share.token_ids)
+        if (frame := self._frames.get(key)) is None:
+            frame = Frame.of(table, self.layout, masks, asked, models=bool(share.token_ids))
+            ids = np.iinfo(frame["input_ids"].kind)
+            if not self.padding.token_id <= ids.max:
+                raise InvalidArgument(
+                    f"Padding(token_id={self.padding.token_id}) does not fit input_ids of {ids.dtype}."
+                )
+            self._frames[key] = frame
+        return frame
+
+    def _read(
+        self, share: Share, j: int, table: InfoTable, slots: Slots, frame: Frame, at: Mapping[str, int], host: Array
+    ) -> tuple[Taken, list[int]]:
+        """Everything that micro-batch j needs and that is not in memory; its media, and the rows to mask."""
+        columns = self._columns(share, j, table, slots, frame, at, host)
+        plan = self._reader.plan(share, j)
+        outcome = read_verified(self.store.backend, Ranges.concat([columns, plan.ranges()]) if plan.rows else columns)
+        self._count(share, j, table, columns, outcome)
+        n = len(columns.sums)
+        bad: dict[int, KnitError] = {}
+        for unit, error in outcome.errors.items():
+            if unit < n:
+                bad.setdefault(unit // len(frame.stored), error)
+        self._judge(table, bad)
+        taken = self._reader.take(share, j, plan, {u - n: e for u, e in outcome.errors.items() if u >= n})
+        masked = sorted({*bad, *self._reader.corrupt_rows(share, table)})
+        self.timing.masked += len(masked)
+        return taken, masked
+
+    def _columns(
+        self, share: Share, j: int, table: InfoTable, slots: Slots, frame: Frame, at: Mapping[str, int], host: Array
+    ) -> Ranges:
+        """The bytes of every row in every stored field, row by row: one unit each."""
+        n, c = len(table), len(frame.stored)
+        which, keys = share.segments
+        used, file = np.unique(which[share.ptr[j] : share.ptr[j + 1]], return_inverse=True)
+        sums = table.columns["checksums"][:, frame.columns]
+        kind = table.columns["mask_bytes"][:, None]
+        counts = np.where(frame.by_token, slots.lengths[:, None], 1) * frame.row_bytes
+        counts = np.where(frame.mask_bytes, np.where(kind == frame.mask_bytes, counts, 0), counts)
+        places = np.array([at[f.name] for f in frame.stored], np.int64) + frame.row_bytes * np.where(
+            frame.by_token, slots.starts[:, None], np.arange(n)[:, None]
+        )
+        out = np.zeros((n, c, 5), np.int64)
+        out[:, :, 0] = file.reshape(-1, 1)
+        out[:, :, 1] = table.columns["offsets"][:, frame.columns]
+        out[:, :, 2] = counts
+        out[:, :, 4] = places
+        if frame.mask_bytes.any():  # a row without a stored mask has nothing to read there
+            sums = np.where(counts == 0, np.uint64(_NOTHING), sums)
+            out[:, :, 1] = np.where(counts == 0, 0, out[:, :, 1])
+        return Ranges(
+            [keys[k] for k in used.tolist()], [host], out.reshape(-1, 5), np.arange(n * c + 1), sums.reshape(-1)
         )
 
-    # -- what and where ---------------------------------------------------------------------------------------------
-
-    def _wanted(self, table: InfoTable, asked: frozenset[str] | None) -> list[str]:
-        have = [*table.schema.names, *table.value_names]
-        if asked is None:
-            return have
-        unknown = asked - set(have) - {"labels", "position_ids", "cu_seqlens", "attention_mask"}
-        if unknown:
-            raise InvalidArgument(f"fields {sorted(unknown)} are not in this store; it has {sorted(have)}.")
-        return [name for name in have if name in asked or name in ("input_ids", "loss_mask", "position_ids")]
-
-    def _places(self, table: InfoTable, slots: Slots, wanted: Sequence[str]) -> dict[str, _Place]:
-        n = len(table)
-        out = [_Place("labels", torch.int64, slots.shape), _Place("loss_mask", torch.float32, slots.shape)]
-        out += [_Place("cu_seqlens", torch.int32, (len(cumulative(slots, self.layout)),))]
-        out += [_Place(ROWS, torch.int32, (slots.total,), hidden=True)]
-        if self.layout == "padded":
-            out.append(_Place("attention_mask", torch.int64, slots.shape))
-        if "position_ids" not in table.schema.names:
-            out.append(_Place("position_ids", torch.int64, slots.shape))
-        if (table.columns["mask_bytes"] == 1).any():
-            out.append(_Place(MASKS, torch.uint8, (slots.total,), hidden=True))
-        for f in table.schema.fields:
-            if f.name in wanted:
-                lead = slots.shape if f.per_token else (n,)
-                out.append(_Place(f.name, torch_dtype(f.dtype), (*lead, *f.shape)))
-        for name in table.value_names:
-            if name in wanted:
-                dtype = torch.from_numpy(table.columns[f"value.{name}"][:0]).dtype
-                out.append(_Place(name, dtype, (n,)))
-        # wide elements first, only to keep the order stable; every field starts aligned anyway
-        return {p.name: p for p in sorted(out, key=lambda p: (p.hidden, -p.dtype.itemsize, p.name))}
-
-    # -- filling ----------------------------------------------------------------------------------------------------
-
-    def _fill(self, share: Share, table: InfoTable, slots: Slots, draft: _Draft, blind: Sequence[int]) -> list[int]:
-        """Everything into the arena; the rows that are masked: corrupt ones, and ``blind`` ones, whose media are."""
-        views = draft.views
-        ids = views["input_ids"]
-        if self.padding.token_id > np.iinfo(ids.dtype).max:
-            raise InvalidArgument(f"Padding(token_id={self.padding.token_id}) does not fit input_ids of {ids.dtype}.")
-        if not slots.full:
-            for f in table.schema.fields:
-                if f.per_token and f.name in views:
-                    views[f.name].view(np.uint8)[...] = 0
-            ids.reshape(-1)[...] = self.padding.token_id
-        rows = views[ROWS]
-        rows[...] = len(table)
-        spread(rows, slots, np.arange(len(table)))
-        masked = sorted({*self._read(share, table, slots, draft), *blind})
-        self.timing.masked += len(masked)
-        self._masks(table, slots, views)
-        for i in masked:
-            self._blank(table.schema, slots, views, i)
-        for name in table.value_names:
-            if name in views:
-                views[name][...] = table.columns[f"value.{name}"]
-        labels(views["labels"].reshape(-1), ids.reshape(-1), views["loss_mask"].reshape(-1), rows, len(table))
-        views["cu_seqlens"][...] = cumulative(slots, self.layout)
-        if "position_ids" not in table.schema.names:
-            positions(views["position_ids"].reshape(-1), slots, self.layout)
-        if "attention_mask" in views:
-            views["attention_mask"].reshape(-1)[...] = rows < len(table)
-        return masked
-
-    def _read(self, share: Share, table: InfoTable, slots: Slots, draft: _Draft) -> list[int]:
-        """Ranges from the store to their final place, verified. Returns the rows to mask.
-
-        Rows that are neighbours in the file are one read. Where they are neighbours in the arena too it goes straight
-        there; else (padding between them) it goes through a scratch arena, and one op moves all its rows.
-        """
-        keys, runs = self._keys(share, table), list[_Run]()
-        for name, column, starts, lengths in self._jobs(table, slots, draft):
-            at = table.columns["offsets"][:, column]
-            runs += [_Run(name, *run) for run in _neighbours(keys, at, draft.places[name].at + starts, lengths)]
-        scratch, owner = self.pool.lease(sum(r.nbytes for r in runs if not r.direct))
-        reads, moves, used = [], [], 0
-        for run in runs:
-            buffer, begin = (draft.arena, int(run.places[0])) if run.direct else (scratch, used)
-            reads.append(Read(keys[run.first], run.at, buffer[begin : begin + run.nbytes].data))
-            if not run.direct:
-                moves.append((used + np.cumsum(run.lengths) - run.lengths, run.places, run.lengths))
-                used += run.nbytes
-        began = time.perf_counter()
-        errors = self.store.backend.read_into(reads)
-        if moves:
-            gather_ranges(draft.owner, owner, *(torch.from_numpy(np.concatenate(m)) for m in zip(*moves, strict=True)))
-        self.timing.read_s += time.perf_counter() - began
-        self.timing.bytes_read += sum(r.nbytes for r in runs)
-        bad: dict[int, KnitError] = {}
-        for error, run in zip(errors, runs, strict=True):
-            if error is not None:  # rows before the end of a file that is too short did arrive
-                arrived = np.cumsum(run.lengths) <= (error.found if isinstance(error, ShortRead) else -1)
-                bad.update(dict.fromkeys((run.first + np.flatnonzero(~arrived)).tolist(), error))
-        self._verify(table, runs, draft.arena, bad)
-        return self._judge(table, keys, bad)
-
-    def _jobs(self, table: InfoTable, slots: Slots, draft: _Draft) -> list[tuple[str, int, Array, Array]]:
-        """Per stored field: its name, its column, and where each row's bytes begin in the field, and how many."""
-        names, n, jobs = table.schema.names, len(table), []
-        for c, f in enumerate(table.schema.fields):
-            if f.name in draft.views:
-                rows = (slots.starts, slots.lengths) if f.per_token else (np.arange(n), np.ones(n, np.int64))
-                jobs.append((f.name, c, rows[0] * f.row_bytes, rows[1] * f.row_bytes))
-        mask_bytes = table.columns["mask_bytes"]
-        for width, name in ((1, MASKS), (4, "loss_mask")):
-            if (mask_bytes == width).any():
-                lengths = np.where(mask_bytes == width, slots.lengths * width, 0)
-                jobs.append((name, len(names) - 1, slots.starts * width, lengths))
-        return jobs
-
-    def _verify(self, table: InfoTable, runs: Sequence[_Run], arena: Array, bad: dict[int, KnitError]) -> None:
-        began = time.perf_counter()
-        names, sums = table.schema.names, table.columns["checksums"]
-        data = arena.data
-        for run in runs:
-            column = names.index("loss_mask" if run.name == MASKS else run.name)
-            wanted = sums[run.first : run.first + len(run.lengths), column].tolist()
-            for i, (place, size, want) in enumerate(
-                zip(run.places.tolist(), run.lengths.tolist(), wanted, strict=True)
-            ):
-                if run.first + i not in bad and checksum(data[place : place + size]) != want:
-                    bad[run.first + i] = CorruptData(f"{size} bytes of {names[column]} do not match their checksum")
-        self.timing.verify_s += time.perf_counter() - began
-
-    def _judge(self, table: InfoTable, keys: Sequence[str], bad: dict[int, KnitError]) -> list[int]:
+    def _judge(self, table: InfoTable, bad: Mapping[int, KnitError]) -> None:
         for i, error in bad.items():
             broken = isinstance(error, (CorruptData, ShortRead))
             if self.on_corrupt == "mask" and broken:
@@ -262,25 +194,65 @@ class Collator:
             if not broken:
                 raise error
             raise CorruptData(
-                f"{self.store.url}: {keys[i]}: {error}; trajectory {table[i].id!r} cannot be trained on. Restore the "
-                "file, or pass on_corrupt='mask'."
+                f"{self.store.url}: {error}; trajectory {table[i].id!r} cannot be trained on. Restore the file, or pass "
+                "on_corrupt='mask'."
             )
-        return sorted(bad)
 
-    def _keys(self, share: Share, table: InfoTable) -> list[str]:
-        cells = zip(table.columns["writer"].tolist(), table.columns["segment"].tolist(), strict=True)
-        return [self.store.segment_key(share.names[w], s) for w, s in cells]
+    def _count(self, share: Share, j: int, table: InfoTable, columns: Ranges, outcome: Outcome) -> None:
+        timing, spans, sizes = self.timing, table.ragged["spans"], share.media_bytes
+        timing.read_s += outcome.read_s
+        timing.verify_s += outcome.verify_s
+        timing.bytes_read += outcome.nbytes
+        own = int(columns.table[:, 2].sum())
+        shown = np.unique(np.repeat(np.arange(len(table)), spans.lengths) * len(share.same) + spans.data[:, 0])
+        timing.bytes_logical += own + (int(sizes[shown % len(share.same)].sum()) if len(shown) else 0)
+        timing.bytes_unique += own + int(sizes[list(share.new_media[j])].sum())
 
-    def _media(
+    # -- filling ----------------------------------------------------------------------------------------------------
+
+    def _fill(
         self,
-        share: Share,
-        j: int,
-        pieces: Array,
-        token_ids: Array,
-        at: Array,
-        new: tuple[Medium | None, ...],
-        stand_in: Medium | None,
-    ) -> MediaBatch:
+        table: InfoTable,
+        slots: Slots,
+        frame: Frame,
+        at: Mapping[str, int],
+        host: Array,
+        bounds: Array,
+        masked: Sequence[int],
+    ) -> None:
+        n = len(table)
+        rows = np.empty((n, 3), np.int64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = slots.starts, slots.lengths, table.columns["mask_bytes"]
+        rows[masked, 2] = BLANK
+        padded = np.array([(at[f.name], f.item_bytes) for f in frame.padded], np.int64).reshape(-1, 2)
+        spec = Spec(
+            slots.total,
+            at["input_ids"],
+            frame["input_ids"].item_bytes,
+            self.padding.token_id,
+            at.get(MASKS, -1),
+            at["loss_mask"],
+            at["labels"],
+            at[ROWS],
+            at["position_ids"] if frame.own_positions else -1,
+            at.get("attention_mask", -1),
+            self.layout == "packed",
+        )
+        fill_slots(torch.from_numpy(host), rows, bounds.astype(np.int64), padded, spec)
+        for f in frame.values:
+            view = host[at[f.name] : at[f.name] + n * f.item_bytes]
+            if f.column is None:
+                view.view(f.kind)[...] = table.columns[f"value.{f.name}"]
+            elif masked:
+                view.reshape(n, -1)[masked] = 0
+
+    def _told_apart(self, frame: Frame, at: Mapping[str, int], host: Array, slots: Slots, n: int) -> bool:
+        positions = frame["position_ids"]
+        if frame.own_positions or positions.shape:
+            return True  # ours restart; to several axes the micro-batch adds the row that does
+        return restarts(part(host, positions, at, slots.total), part(host, frame[ROWS], at, slots.total), n)
+
+    def _media(self, share: Share, j: int, pieces: Array, token_ids: Array, at: Tensor, taken: Taken) -> MediaBatch:
         expected = frozenset(share.token_ids)
         if not share.stand_ins:
             return MediaBatch(position=j, mini=share, expected=expected)
@@ -290,38 +262,39 @@ class Collator:
                 "could not tell padding from images. Pass the tokenizer's pad id."
             )
         used, which = np.unique(pieces[:, 0], return_inverse=True)
-        digests = tuple(share.table.media.columns["digest"][u].tobytes().hex() for u in used.tolist())
         return MediaBatch(
-            digests=digests,
-            fresh=new,
+            digests=tuple(share.table.media.columns["digest"][u].tobytes().hex() for u in used.tolist()),
+            fresh=taken[0],
             pieces=tuple(zip(which.tolist(), pieces[:, 1].tolist(), pieces[:, 2].tolist(), strict=True)),
-            slots=torch.from_numpy(at).to(self.device),
+            slots=at.view(torch.int64),
             token_ids=frozenset(token_ids.tolist()),
             patches=share.patches[j],
             rank=share.rank,
-            stand_in=stand_in,
+            stand_in=taken[1],
             position=j,
             mini=share,
             expected=expected,
         )
 
-    def _without_strays(self, share: Share, table: InfoTable, views: dict[str, Array], at: Array) -> Array | None:
-        """The ids for a model that finds images by their placeholders: a pad id in place of those that were sampled.
+    def _without_strays(
+        self, share: Share, table: InfoTable, frame: Frame, at: Mapping[str, int], host: Array, total: int, where: Array
+    ) -> bool:
+        """Writes the ids for a model that finds images by their placeholders: a pad id in place of those that were
+        sampled. False: there are none.
 
-        None where there are no such. A placeholder before the first token with a loss was not sampled: its image got
-        lost.
+        A placeholder before the first token with a loss was not sampled: its image got lost.
         """
         if not share.token_ids:
-            return None
-        ids, rows = views["input_ids"].reshape(-1), views[ROWS]
-        stray = np.zeros(len(ids), bool)
+            return False
+        ids, rows = part(host, frame["input_ids"], at, total), part(host, frame[ROWS], at, total)
+        stray = np.zeros(total, bool)
         for known in share.token_ids:
             stray |= ids == known
         stray &= rows < len(table)
-        stray[at] = False
+        stray[where] = False
         if not stray.any():
-            return None
-        weighed = views["loss_mask"].reshape(-1) != 0
+            return False
+        weighed = part(host, frame["loss_mask"], at, total) != 0
         for i in np.unique(rows[stray]).tolist():
             mine = rows == i
             if weighed[mine].any() and (lost := stray[mine][: int(np.argmax(weighed[mine]))].sum()):
@@ -330,48 +303,7 @@ class Collator:
                     "first loss token that no medium fills: its images were lost between rollout and store. Store them "
                     "as kd.Media, or take the placeholders out."
                 )
-        out: Array = views["input_ids"].copy()
-        out.reshape(-1)[stray] = self.padding.token_id
-        return out
-
-    def _masks(self, table: InfoTable, slots: Slots, views: dict[str, Array]) -> None:
-        """The loss mask as float32, whichever way it is stored; 0 on padding and corrupt rows."""
-        out, kind = views["loss_mask"].reshape(-1), table.columns["mask_bytes"]
-        row_kind = np.append(kind, -1)[views[ROWS]]
-        if MASKS in views:
-            np.copyto(out, views[MASKS] != 0, where=row_kind == 1)
-        out[row_kind == 0] = 1.0
-        out[row_kind == -1] = 0.0
-        out[slots.starts] = 0.0
-
-    def _blank(self, schema: Schema, slots: Slots, views: dict[str, Array], i: int) -> None:
-        """A corrupt trajectory: pad ids, zero columns, loss mask 0; its length stays."""
-        span = slice(int(slots.starts[i]), int(slots.starts[i] + slots.lengths[i]))
-        for f in schema.fields:
-            if f.name in views:
-                flat = views[f.name].reshape(slots.total if f.per_token else len(views[f.name]), -1)
-                flat[span if f.per_token else i] = 0
-        views["input_ids"].reshape(-1)[span] = self.padding.token_id
-        views["loss_mask"].reshape(-1)[span] = 0
-
-
-def _view(arena: Array, place: _Place) -> Array:
-    kinds: dict[torch.dtype, Any] = {torch.bfloat16: np.int16, torch.bool: np.uint8}
-    dtype = kinds.get(place.dtype) or torch.empty(0, dtype=place.dtype).numpy().dtype
-    return arena[place.at : place.at + place.nbytes].view(dtype).reshape(place.shape)
-
-
-def _tensor(owner: Tensor, place: _Place) -> Tensor:
-    return owner[place.at : place.at + place.nbytes].view(place.dtype).view(place.shape)
-
-
-def _neighbours(keys: Sequence[str], at: Array, places: Array, lengths: Array) -> list[tuple[int, int, Array, Array]]:
-    """First row, file offset, places and lengths of each run of rows that lie end to end in one file."""
-    used = np.flatnonzero(lengths)
-    if not len(used):
-        return []
-    a, b = used[:-1], used[1:]
-    joins = (a + 1 == b) & (at[a] + lengths[a] == at[b])
-    breaks = [i + 1 for i, near in enumerate(joins.tolist()) if not near or keys[used[i]] != keys[used[i + 1]]]
-    edges = pairwise([0, *breaks, len(used)])
-    return [(int(used[lo]), int(at[used[lo]]), places[used[lo:hi]], lengths[used[lo:hi]]) for lo, hi in edges]
+        out = part(host, frame[MODEL], at, total)
+        out[...] = ids
+        out[stray] = self.padding.token_id
+        return True

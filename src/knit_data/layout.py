@@ -1,4 +1,4 @@
-"""Where each token stands in a micro-batch, and what follows from that: positions, labels, cumulative lengths.
+"""Where each token stands in a micro-batch, and the cumulative lengths that follow.
 
 Pure arithmetic on lengths and arrays. Slots are numbered through: packed 0 to T - 1, padded b * L + t.
 """
@@ -11,8 +11,6 @@ import numpy as np
 
 from knit_data.infos import Array
 from knit_data.planning import Layout, Padding
-
-IGNORE = -100  # the label that cross entropy skips
 
 
 @dataclass(frozen=True)
@@ -48,18 +46,6 @@ def lay_out(lengths: Array, layout: Layout, padding: Padding) -> Slots:
     return Slots(lengths, (np.cumsum(up) - up)[:n], up, total, shape)
 
 
-def spread(out: Array, slots: Slots, values: Array) -> None:
-    """``values[i]`` on every token of row i."""
-    if len(values):
-        out[token_slots(slots)] = np.repeat(values, slots.lengths)
-
-
-def token_slots(slots: Slots) -> Array:
-    ends = np.cumsum(slots.lengths)
-    out: Array = np.arange(int(ends[-1])) + np.repeat(slots.starts - (ends - slots.lengths), slots.lengths)
-    return out
-
-
 def cumulative(slots: Slots, layout: Layout) -> Array:
     """Packed: padded extents, ending at T. Padded: real lengths, [B + 1]."""
     if layout == "padded":
@@ -69,16 +55,6 @@ def cumulative(slots: Slots, layout: Layout) -> Array:
     return (ends if ends[-1] == slots.total else np.append(ends, slots.total)).astype(np.int32)
 
 
-def positions(out: Array, slots: Slots, layout: Layout) -> None:
-    """Packed: restart in every extent, the tail's included. Padded: 0 to n - 1, then 0."""
-    bounds = cumulative(slots, "packed")
-    out[...] = np.arange(slots.total) - np.repeat(bounds[:-1], np.diff(bounds))
-    if layout == "padded" and len(slots.lengths):
-        real = np.zeros(slots.total, bool)
-        real[token_slots(slots)] = True
-        out[~real] = 0
-
-
 def restarts(positions: Array, rows: Array, n: int) -> bool:
     """Whether positions alone tell trajectories apart: rising by one inside each, and not into the next."""
     if positions.ndim > 2 or positions.size != len(rows):
@@ -86,10 +62,3 @@ def restarts(positions: Array, rows: Array, n: int) -> bool:
     steps, inside = np.diff(positions.reshape(-1)), (rows[:-1] == rows[1:]) & (rows[:-1] < n)
     begins = (rows[:-1] != rows[1:]) & (rows[1:] < n)
     return bool((steps[inside] == 1).all() and not (steps[begins] == 1).any())
-
-
-def labels(out: Array, ids: Array, mask: Array, rows: Array, n: int) -> None:
-    """``ids`` one to the left inside a trajectory, where the loss mask of the label is not 0. All flat."""
-    out[...] = IGNORE
-    use = (rows[:-1] == rows[1:]) & (rows[:-1] < n) & (mask[1:] != 0)
-    np.copyto(out[:-1], ids[1:], where=use)

@@ -6,9 +6,7 @@ once more for its backward. Recently used ones are kept by content, so that a la
 
 from __future__ import annotations
 
-import itertools
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from knit_data.arena import ALIGN, ArenaPool, capacity
@@ -24,21 +21,11 @@ from knit_data.errors import CorruptData, KnitError, ShortRead
 from knit_data.infos import Array, InfoTable
 from knit_data.recent import Recent
 from knit_data.share import Share
-from knit_data.store.backend import Read
+from knit_data.store.ranges import Ranges, read_verified
 from knit_data.store.segment import torch_dtype
 from knit_data.store.store import TrajectoryStore
 
 CACHE_BYTES = 1 << 30  # host memory for media that later mini-batches may use again
-
-
-@dataclass(eq=False)
-class Timing:
-    """What collating cost, in seconds and bytes, summed up by the loader."""
-
-    read_s: float = 0.0
-    verify_s: float = 0.0
-    bytes_read: int = 0
-    masked: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,22 +87,62 @@ class MediaBatch:
         return sum(n for _, _, n in self.pieces)
 
 
-class MediaReader:
-    """Reads the media of micro-batches. One thread at a time."""
+Taken = tuple[tuple["Medium | None", ...], "Medium | None"]
 
-    def __init__(self, store: TrajectoryStore, on_corrupt: str, timing: Timing) -> None:
-        self._store, self._on_corrupt, self._timing = store, on_corrupt, timing
+
+@dataclass(eq=False)
+class MediaPlan:
+    """Media to read, one unit of ranges each, and those that need no reading."""
+
+    digests: Sequence[str]  # of all that was asked for
+    found: dict[str, Medium]  # what needs no reading; later what came, too
+    rows: list[int] = field(default_factory=list)  # of share.table.media: what is to be read
+    made: list[Medium] = field(default_factory=list)  # one for each: its memory is there, its bytes are to come
+    keys: list[str] = field(default_factory=list)
+    outs: list[Array] = field(default_factory=list)
+    tables: list[Array] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
+
+    def add(self, row: int, made: Medium, key: str, out: Array, extents: Array, begins: Array, checksum: int) -> None:
+        table = np.zeros((len(extents), 5), np.int64)
+        table[:, 0] = table[:, 3] = len(self.rows)
+        table[:, 1:3], table[:, 4] = extents, begins
+        self.rows.append(row)
+        self.made.append(made)
+        self.keys.append(key)
+        self.outs.append(out)
+        self.tables.append(table)
+        self.sums.append(checksum)
+
+    def ranges(self) -> Ranges:
+        units = np.cumsum([0, *map(len, self.tables)])
+        return Ranges(self.keys, self.outs, np.concatenate(self.tables), units, np.array(self.sums, np.uint64))
+
+
+class MediaReader:
+    """What a rank reads of its media: names the ranges, and takes what came. One thread at a time."""
+
+    def __init__(self, store: TrajectoryStore, on_corrupt: str, pinned: bool) -> None:
+        self._store, self._on_corrupt, self._pinned = store, on_corrupt, pinned
         self._pool = ArenaPool()
         self._kept = Recent[Medium](lambda medium: medium.held)
         self._bad = WeakKeyDictionary[Share, dict[int, KnitError]]()
 
-    def read(self, share: Share, j: int) -> tuple[tuple[Medium | None, ...], Medium | None]:
-        """What is new in micro-batch j, and the stand-in if this rank needs it there."""
-        new = self._media(share, share.new_media[j])
-        if len(share.patches[j]) == 1 or not any(share.patches[j]) or any(m is not None for m in new):
+    def plan(self, share: Share, j: int) -> MediaPlan:
+        """The reads that micro-batch j needs: what is new in it and not kept, or a stand-in."""
+        rows = share.new_media[j]
+        if not rows and self._keeps_step(share, j):
+            rows = share.stand_ins[:1]
+        return self._plan(share, rows)
+
+    def take(self, share: Share, j: int, plan: MediaPlan, errors: Mapping[int, KnitError]) -> Taken:
+        """What is new in micro-batch j, after the plan was read, and the stand-in if this rank needs it there."""
+        self._settle(share, plan, errors)
+        new = tuple(plan.found.get(digest) for digest in plan.digests) if share.new_media[j] else ()
+        if not self._keeps_step(share, j) or any(m is not None for m in new):
             return new, None
         for u in share.stand_ins:
-            if (stand_in := self._media(share, [u])[0]) is not None:
+            if (stand_in := self._read_one(share, u)) is not None:
                 return new, stand_in
         if len(share.stand_ins) < share.stats["distinct_media"]:
             raise CorruptData(
@@ -135,53 +162,57 @@ class MediaReader:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _media(self, share: Share, rows: Sequence[int]) -> tuple[Medium | None, ...]:
+    def _keeps_step(self, share: Share, j: int) -> bool:
+        """Whether some rank of several encodes in micro-batch j."""
+        return len(share.patches[j]) > 1 and any(map(bool, share.patches[j]))
+
+    def _plan(self, share: Share, rows: Sequence[int]) -> MediaPlan:
         media, bad = share.table.media, self._bad.get(share, {})
         digests = [media.columns["digest"][u].tobytes().hex() for u in rows]
-        found = self._kept.found(digests)
-        absent = [(u, d) for u, d in zip(rows, digests, strict=True) if d not in found and u not in bad]
-        for medium in self._fetch(share, absent):
-            found[medium.digest] = medium
-            self._kept.put(medium.digest, medium, CACHE_BYTES)
-        return tuple(found.get(d) for d in digests)
-
-    def _fetch(self, share: Share, wanted: Sequence[tuple[int, str]]) -> list[Medium]:
-        """One read for all; what is corrupt is noted, or raised."""
-        media, reads, made = share.table.media, [], []
-        for u, digest in wanted:
+        plan = MediaPlan(digests, self._kept.found(digests))
+        for u, digest in zip(rows, digests, strict=True):
+            if digest in plan.found or u in bad:
+                continue
             extents = media.ragged["extents"].row(u)
-            sizes = extents[:, 1]
-            begins = np.concatenate([[0], np.cumsum(-(-sizes // ALIGN) * ALIGN)]).tolist()
-            arena, owner = self._pool.lease(begins[-1])
-            writer, segment = int(media.columns["writer"][u]), int(media.columns["segment"][u])
-            key = self._store.segment_key(share.names[writer], segment)
-            parts = [arena[b : b + n] for b, n in zip(begins, sizes.tolist(), strict=False)]
-            jobs = [Read(key, at, part.data) for at, part in zip(extents[:, 0].tolist(), parts, strict=True)]
-            made.append((u, digest, key, owner, begins, parts, len(jobs)))
-            reads += jobs
-        began = time.perf_counter()
-        errors = iter(self._store.backend.read_into(reads))
-        self._timing.read_s += time.perf_counter() - began
-        self._timing.bytes_read += sum(len(r.out) for r in reads)
-        began, out = time.perf_counter(), []
-        for u, digest, key, owner, begins, parts, count in made:
-            answers = list(itertools.islice(errors, count))  # all of this medium's, whichever failed
-            error = next((e for e in answers if e is not None), None)
-            error = error or _verified(parts, int(media.columns["checksum"][u]))
-            if error is None:
-                out.append(_medium(share, u, digest, owner, begins))
-            else:
-                self._judge(share, u, key, error)
-        self._timing.verify_s += time.perf_counter() - began
-        return out
+            begins = np.concatenate([[0], np.cumsum(-(-extents[:, 1] // ALIGN) * ALIGN)])
+            host, owner = self._lease(int(begins[-1]))
+            key = self._store.segment_key(
+                share.names[int(media.columns["writer"][u])], int(media.columns["segment"][u])
+            )
+            medium = _medium(share, u, digest, owner, begins.tolist())
+            plan.add(u, medium, key, host, extents, begins[:-1], media.columns["checksum"][u])
+        return plan
 
-    def _judge(self, share: Share, u: int, key: str, error: KnitError) -> None:
+    def _lease(self, nbytes: int) -> tuple[Array, Tensor]:
+        if not self._pinned:
+            return self._pool.lease(nbytes)
+        # torch's own pinned memory: it knows by events when copies that the encoder queued have read it
+        owner = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return owner.numpy(), owner
+
+    def _settle(self, share: Share, plan: MediaPlan, errors: Mapping[int, KnitError]) -> None:
+        """Keeps what came; what is corrupt is noted, or raised."""
+        for n, (u, medium) in enumerate(zip(plan.rows, plan.made, strict=True)):
+            if n in errors:
+                self._judge(share, u, errors[n])
+                continue
+            plan.found[medium.digest] = medium
+            self._kept.put(medium.digest, medium, CACHE_BYTES)
+
+    def _read_one(self, share: Share, u: int) -> Medium | None:
+        plan = self._plan(share, [u])
+        (digest,) = plan.digests
+        if plan.rows:
+            self._settle(share, plan, read_verified(self._store.backend, plan.ranges()).errors)
+        return plan.found.get(digest)
+
+    def _judge(self, share: Share, u: int, error: KnitError) -> None:
         if not isinstance(error, CorruptData | ShortRead):
             raise error
         if self._on_corrupt != "mask":
             raise CorruptData(
-                f"{self._store.url}: {key}: medium {u} of this mini-batch: {error}; the trajectories that use it "
-                "cannot be trained on. Restore the file, or pass on_corrupt='mask'."
+                f"{self._store.url}: medium {u} of this mini-batch: {error}; the trajectories that use it cannot be "
+                "trained on. Restore the file, or pass on_corrupt='mask'."
             )
         self._bad.setdefault(share, {})[u] = error
 
@@ -227,12 +258,3 @@ def _medium(share: Share, u: int, digest: str, owner: Tensor, begins: Sequence[i
     cells = media.columns
     kind, held = media.ragged["kind"].text(u), capacity(begins[-1])
     return Medium(digest, tensors, int(cells["tokens"][u]), int(cells["patches"][u]), kind, held)
-
-
-def _verified(parts: Sequence[Array], wanted: int) -> KnitError | None:
-    hasher = xxhash.xxh3_64()
-    for part in parts:
-        hasher.update(part.data)
-    if hasher.intdigest() == wanted:
-        return None
-    return CorruptData(f"{sum(map(len, parts))} bytes do not match their checksum")

@@ -15,7 +15,10 @@ from knit_data.prefetch import Live, Prefetcher
 from knit_data.share import Numbers
 
 _NOTHING = Numbers(-1, -1, -1, -1, False, 0, 0, 0)
-_COSTS = ("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s")
+_COSTS = (
+    *("read_s", "verify_s", "copy_s", "bytes_logical", "bytes_unique", "bytes_read", "masked"),
+    *("admit_wait_s", "read_wait_s"),
+)
 STATS = (
     *_COSTS,
     "wait_s",

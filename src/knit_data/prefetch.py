@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from knit_data.batch import MicroBatch
-from knit_data.collate import Collator
+from knit_data.collate import Collator, Prepared
 from knit_data.errors import InvalidArgument, UsageError
 from knit_data.exchange import Exchange
 from knit_data.share import End, Share
@@ -39,6 +39,7 @@ class Admit(Protocol):
 _SLICE = 0.05  # seconds one admission attempt may wait for data
 _IDLE = 0.02  # seconds between looks for what other ranks want
 _TEND = 0.1  # seconds between looks for what has come, when there is nothing to do
+_MOST_AHEAD = 1 << 30  # bytes of micro-batches read ahead after which the next one waits, whatever the depth
 _PATIENCE = 0.2  # seconds that next() waits to learn whether the stream has ended
 
 
@@ -47,7 +48,7 @@ class Live:
     """A mini-batch between admission and its end."""
 
     share: Share
-    ready: dict[int, MicroBatch] = field(default_factory=dict)
+    ready: dict[int, Prepared] = field(default_factory=dict)
     read: int = 0  # micro-batches read, or being read, for the training pass
     handed: int = 0
     dropped: bool = False
@@ -62,7 +63,7 @@ class _Need:
     micro: int
     extra: bool = False
     fields: frozenset[str] | None = None
-    result: MicroBatch | None = None
+    result: Prepared | None = None
     error: InvalidArgument | None = None  # of an extra pass alone: fields that are not there
 
 
@@ -112,14 +113,17 @@ class Prefetcher:
         with self._turn:
             live.handed = j + 1
             self._turn.notify_all()
-            return live.ready.pop(j)  # last: an interrupt before it loses nothing, one after it has it read again
+            prepared = live.ready.pop(j)  # last: an interrupt before it loses nothing, one after it has it read again
+        prepared.delivery.receive()
+        return prepared.micro
 
     def extra(self, i: int, j: int, fields: frozenset[str] | None) -> MicroBatch:
         """Micro-batch j of another pass, read again."""
         need = _Need(i, j, True, fields)
         self._fetch(need)
         assert need.result is not None
-        return need.result
+        need.result.delivery.receive()
+        return need.result.micro
 
     def drop(self, i: int) -> None:
         """Mini-batch i is over: nothing of it is read any more."""
@@ -157,6 +161,7 @@ class Prefetcher:
         """Stops, and lets go of what was read."""
         self.stop()
         self._minis.clear()
+        self._collate.arenas.close()
 
     def _ask(self, i: int) -> None:
         with self._turn:
@@ -245,7 +250,8 @@ class Prefetcher:
         going = self._end is None
         if going and (wanted or self._asked >= self._admitted):
             return self._admitted
-        if sum(len(m.ready) for m in self._minis.values()) < self._depth:
+        waiting = [prepared.nbytes for live in self._minis.values() for prepared in live.ready.values()]
+        if len(waiting) < self._depth and sum(waiting) < _MOST_AHEAD:
             for i, live in self._minis.items():
                 if live.read < live.share.count:
                     live.read += 1
@@ -259,26 +265,24 @@ class Prefetcher:
         live = self._minis.get(need.mini)
         if live is None:
             return
-        timing = self._collate.timing
-        before = (timing.read_s, timing.verify_s, timing.bytes_read, timing.masked)
+        before = self._collate.timing.counts()
         try:
-            micro = self._collate(live.share, need.micro, need.fields)
+            prepared = self._collate(live.share, need.micro, need.fields)
         except InvalidArgument as e:
             if not need.extra:
                 raise
             with self._turn:
                 need.error = e
             return
-        after = (timing.read_s, timing.verify_s, timing.bytes_read, timing.masked)
         with self._turn:
-            for name, a, b in zip(("read_s", "verify_s", "bytes_read", "masked"), before, after, strict=True):
-                live.cost[name] = live.cost.get(name, 0.0) + (b - a)
+            for name, total in self._collate.timing.counts().items():
+                live.cost[name] = live.cost.get(name, 0.0) + (total - before[name])
             if need.extra:
-                need.result = micro
+                need.result = prepared
             elif not live.dropped:
-                live.ready[need.micro] = micro
+                live.ready[need.micro] = prepared
             self._turn.notify_all()
-        del micro  # this frame must not keep the last batch's lease alive
+        del prepared  # this frame must not keep the last batch's lease alive
 
     def _try_admit(self, i: int, wanted: bool) -> None:
         self._exchange.check_peers()

@@ -7,7 +7,7 @@ micro-batch begins, and the counts over all ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from knit_data.ledger import Entry
 from knit_data.planning import Layout, Padding, Plan, plan
 from knit_data.sampler import Admitted, QuotaSampler
 from knit_data.staleness import statistics
+from knit_data.store.catalogue import Catalogue
 
 _STAND_INS = 4
 
@@ -78,6 +79,22 @@ class Share:
         for u, j in zip(used[order].tolist(), np.searchsorted(ends, first[order], "right").tolist(), strict=True):
             out[j].append(u)
         return tuple(map(tuple, out))
+
+    @cached_property
+    def segments(self) -> tuple[Array, Sequence[str]]:
+        """[N] per row which segment holds it, and the segments' keys."""
+        columns = self.table.columns
+        cells = np.stack([columns["writer"].astype(np.int64), columns["segment"]], axis=1)
+        distinct, which = np.unique(cells, axis=0, return_inverse=True)
+        return which.reshape(-1), [Catalogue.segment_key(self.names[w], s) for w, s in distinct.tolist()]
+
+    @cached_property
+    def media_bytes(self) -> Array:
+        """[U] stored bytes per row of ``table.media``."""
+        extents = self.table.media.ragged["extents"]
+        sums = np.concatenate([[0], np.cumsum(extents.data[:, 1])])
+        out: Array = sums[extents.ptr[1:]] - sums[extents.ptr[:-1]]
+        return out
 
     def to_bytes(self) -> bytes:
         note = {

@@ -5,6 +5,7 @@ One op family a file: its schema, reference, fake and public function. The C++ t
 
 from __future__ import annotations
 
-from knit_data.ops.gather import gather_ranges
+from knit_data.ops.fill import fill_slots
+from knit_data.ops.read import read_ranges
 
-__all__ = ["gather_ranges"]
+__all__ = ["fill_slots", "read_ranges"]

@@ -15,10 +15,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from knit_data.errors import InvalidArgument, KnitError
+from knit_data.infos import Array
 
 Buffer = bytes | bytearray | memoryview
 
@@ -82,6 +84,13 @@ class Backend(Protocol):
 
         ``KeyMissing``; ``ShortRead``, whose first ``found`` bytes of ``out`` are valid; ``Unreachable``. Of any other
         failed read the contents of ``out`` are undefined.
+        """
+        ...
+
+    def files(self, keys: Sequence[str]) -> AbstractContextManager[Array | None]:
+        """Descriptors of these objects, open for reading while inside, where objects are files: int64 [keys].
+
+        -1: this one cannot be opened; ``read_into`` says why. None: objects are no files here.
         """
         ...
 

@@ -17,18 +17,20 @@ import secrets
 import stat
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+
+import numpy as np
 
 from knit_data.errors import InvalidArgument, KeyMissing, KnitError, ShortRead, Unreachable
+from knit_data.infos import Array
 from knit_data.store.backend import Buffer, Interrupts, Read, Traits, check_key, flat
+from knit_data.store.files import GONE, OpenFiles, exists, folders_of, open_file, refresh
 
+_AT_ONCE = 256  # files that one read may hold open; the rest is read one after the other
 _OPEN_FILES = 64  # kept open between reads; far below the usual limit of 1,024 a process
 _FIRST_POLL, _POLL_GROWTH, _LAST_POLL = 0.002, 1.5, 0.05  # seconds; at the slowest 64 writers cost 1 % of a core
 _IOV_MAX = max(os.sysconf("SC_IOV_MAX"), 16)  # -1: no limit known; POSIX promises 16
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # ESTALE: deleted on another host while open here
 
 
 class LocalBackend:
@@ -44,7 +46,7 @@ class LocalBackend:
         self._root = os.path.abspath(root)
         self._fsync = fsync
         self._synced: set[str] = set()  # folders whose names this back end has made durable
-        self._files = _Files(_OPEN_FILES)
+        self._files = OpenFiles(_OPEN_FILES)
         self._interrupts = Interrupts()
         self._wake = threading.Condition()
 
@@ -74,19 +76,28 @@ class LocalBackend:
                     for read in batch:
                         answers.append(_fill(fd, path, read))
             except OSError as error:
-                if error.errno in _GONE:
+                if error.errno in GONE:
                     self._files.forget(path)
                 answers.extend(_failure(path, read, error) for read in batch[len(answers) - done :])
         return answers
 
+    @contextmanager
+    def files(self, keys: Sequence[str]) -> Iterator[Array]:
+        fds = np.full(len(keys), -1, np.int64)
+        with ExitStack() as opened:
+            for i, path in enumerate(map(self._path, keys[:_AT_ONCE])):
+                with suppress(OSError):
+                    fds[i] = opened.enter_context(self._files.use(path))
+            yield fds
+
     def wait(self, keys: Sequence[str], timeout: float) -> list[bool]:
         paths = [self._path(key) for key in keys]
-        folders = _folders(self._root, paths)
+        folders = folders_of(self._root, paths)
         deadline, step = self.now() + timeout, _FIRST_POLL
         while True:
             with _storage(f"look for {len(paths)} keys in {self._root}"):
-                _refresh(folders)
-                found = [_exists(path) for path in paths]
+                refresh(folders)
+                found = [exists(path) for path in paths]
             left = deadline - self.now()
             if any(found) or left <= 0:
                 return found
@@ -119,14 +130,14 @@ class LocalBackend:
         path, tries = self._path(key), 4
         with _storage(f"get {path}"):
             while True:
-                _refresh(_folders(self._root, [path]))
+                refresh(folders_of(self._root, [path]))
                 tries -= 1
                 try:
                     return _read_all(path)
                 except OSError as error:
                     if error.errno == errno.ESTALE and tries:
                         continue  # replaced on another host between open and read
-                    if error.errno in _GONE:
+                    if error.errno in GONE:
                         return None
                     raise
 
@@ -224,68 +235,6 @@ class LocalBackend:
         return temporary
 
 
-@dataclass(slots=True, eq=False)
-class _File:
-    fd: int
-    users: int = 1
-    kept: bool = True
-
-
-class _Files:
-    """Files open for reading, the least recently used closed first; one in use is closed by its last user.
-
-    A deleted file would keep its space while it is open: it is closed when the next file is opened, or when asked for.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, _File] = OrderedDict()
-
-    @contextmanager
-    def use(self, path: str) -> Iterator[int]:
-        file = self._take(path)
-        try:
-            yield file.fd
-        finally:
-            with self._lock:
-                file.users -= 1
-                if not file.users and not file.kept:
-                    os.close(file.fd)
-
-    def forget(self, path: str) -> None:
-        with self._lock:
-            self._drop(path)
-
-    def close(self) -> None:
-        for path in list(self._kept):
-            self.forget(path)
-
-    def _take(self, path: str) -> _File:
-        with self._lock:
-            file = self._kept.get(path)
-            if file is not None and not _deleted(file.fd):
-                self._kept.move_to_end(path)
-                file.users += 1
-                return file
-            for name in [name for name, other in self._kept.items() if _deleted(other.fd)]:
-                self._drop(name)
-        file = _File(_open_fresh(path))
-        with self._lock:
-            self._drop(path)  # another thread opened it too
-            self._kept[path] = file
-            while len(self._kept) > self._limit:
-                self._drop(next(iter(self._kept)))
-        return file
-
-    def _drop(self, path: str) -> None:
-        file = self._kept.pop(path, None)
-        if file is not None:
-            file.kept = False
-            if not file.users:
-                os.close(file.fd)
-
-
 def _fill(fd: int, path: str, read: Read) -> KnitError | None:
     done, wanted = 0, len(read.out)
     while done < wanted:
@@ -297,7 +246,7 @@ def _fill(fd: int, path: str, read: Read) -> KnitError | None:
 
 
 def _read_all(path: str) -> bytes:
-    fd, pieces = _open(path), []
+    fd, pieces = open_file(path), []
     try:
         while piece := os.read(fd, 1 << 20):
             pieces.append(piece)
@@ -319,58 +268,6 @@ def _write(fd: int, views: Sequence[memoryview], fsync: bool) -> None:
         os.fsync(fd)
 
 
-def _open(path: str) -> int:
-    fd = os.open(path, os.O_RDONLY)
-    if stat.S_ISDIR(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise FileNotFoundError(errno.ENOENT, "a folder, not an object", path)
-    return fd
-
-
-def _open_fresh(path: str) -> int:
-    """Opens a file that another host may have made since it was last looked for."""
-    try:
-        return _open(path)
-    except FileNotFoundError:
-        _refresh(_folders("/", [path]))
-        return _open(path)
-
-
-def _exists(path: str) -> bool:
-    try:
-        os.close(_open(path))  # unlike stat, open asks the server of a network file system
-    except OSError as error:
-        if error.errno in _GONE:
-            return False
-        raise
-    return True
-
-
-def _deleted(fd: int) -> bool:
-    try:
-        return os.fstat(fd).st_nlink == 0
-    except OSError:
-        return True
-
-
-def _folders(root: str, paths: Sequence[str]) -> list[str]:
-    """The folders of these files, from the root down, each after the one it lies in."""
-    found = {root}
-    for path in paths:
-        folder = os.path.dirname(path)
-        while folder not in found:
-            found.add(folder)
-            folder = os.path.dirname(folder)
-    return sorted(found)
-
-
-def _refresh(folders: Sequence[str]) -> None:
-    """Opens the folders, so that a network file system forgets which names it did not find there."""
-    for folder in folders:
-        with suppress(OSError):  # what is wrong with it the look itself will say
-            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-
-
 def _sync(path: str) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -382,7 +279,7 @@ def _sync(path: str) -> None:
 def _failure(path: str, read: Read, error: OSError) -> KnitError:
     what = f"{path}: asked for {len(read.out):,} bytes at {read.start:,}"
     problem: KnitError = Unreachable(f"{what}, found {error.strerror or error}")
-    if error.errno in _GONE:
+    if error.errno in GONE:
         problem = KeyMissing(f"{what}, but there is no such object: never written, or already reclaimed")
     problem.__cause__ = error
     return problem

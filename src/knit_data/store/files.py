@@ -1,0 +1,128 @@
+"""Files open for reading, and looking for them on file systems that remember what was not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # ESTALE: deleted on another host while open here
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    fd: int
+    users: int = 1
+    kept: bool = True
+
+
+class OpenFiles:
+    """Files open for reading, the least recently used closed first; one in use is closed by its last user.
+
+    A deleted file would keep its space while it is open: it is closed when the next file is opened, or when asked for.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, _File] = OrderedDict()
+
+    @contextmanager
+    def use(self, path: str) -> Iterator[int]:
+        file = self._take(path)
+        try:
+            yield file.fd
+        finally:
+            with self._lock:
+                file.users -= 1
+                if not file.users and not file.kept:
+                    os.close(file.fd)
+
+    def forget(self, path: str) -> None:
+        with self._lock:
+            self._drop(path)
+
+    def close(self) -> None:
+        for path in list(self._kept):
+            self.forget(path)
+
+    def _take(self, path: str) -> _File:
+        with self._lock:
+            file = self._kept.get(path)
+            if file is not None and not _deleted(file.fd):
+                self._kept.move_to_end(path)
+                file.users += 1
+                return file
+            for name in [name for name, other in self._kept.items() if _deleted(other.fd)]:
+                self._drop(name)
+        file = _File(open_fresh(path))
+        with self._lock:
+            self._drop(path)  # another thread opened it too
+            self._kept[path] = file
+            while len(self._kept) > self._limit:
+                self._drop(next(iter(self._kept)))
+        return file
+
+    def _drop(self, path: str) -> None:
+        file = self._kept.pop(path, None)
+        if file is not None:
+            file.kept = False
+            if not file.users:
+                os.close(file.fd)
+
+
+def open_file(path: str) -> int:
+    fd = os.open(path, os.O_RDONLY)
+    if stat.S_ISDIR(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "a folder, not an object", path)
+    return fd
+
+
+def open_fresh(path: str) -> int:
+    """Opens a file that another host may have made since it was last looked for."""
+    try:
+        return open_file(path)
+    except FileNotFoundError:
+        refresh(folders_of("/", [path]))
+        return open_file(path)
+
+
+def exists(path: str) -> bool:
+    try:
+        os.close(open_file(path))  # unlike stat, open asks the server of a network file system
+    except OSError as error:
+        if error.errno in GONE:
+            return False
+        raise
+    return True
+
+
+def _deleted(fd: int) -> bool:
+    try:
+        return os.fstat(fd).st_nlink == 0
+    except OSError:
+        return True
+
+
+def folders_of(root: str, paths: Sequence[str]) -> list[str]:
+    """The folders of these files, from the root down, each after the one it lies in."""
+    found = {root}
+    for path in paths:
+        folder = os.path.dirname(path)
+        while folder not in found:
+            found.add(folder)
+            folder = os.path.dirname(folder)
+    return sorted(found)
+
+
+def refresh(folders: Sequence[str]) -> None:
+    """Opens the folders, so that a network file system forgets which names it did not find there."""
+    for folder in folders:
+        with suppress(OSError):  # what is wrong with it the look itself will say
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
