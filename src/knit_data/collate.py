@@ -149,12 +149,12 @@ class Collator:
         plan = self._reader.plan(share, j)
         outcome = read_verified(self.store.backend, Ranges.concat([columns, plan.ranges()]) if plan.rows else columns)
         self._count(share, j, table, columns, outcome)
-        n = len(columns.sums)
-        bad: dict[int, KnitError] = {}
+        n, bad = len(columns.sums), dict[int, KnitError]()
         for unit, error in outcome.errors.items():
             if unit < n:
-                bad.setdefault(unit // len(frame.stored), error)
-        self._judge(table, bad)
+                row, column = divmod(unit, len(frame.stored))
+                self._judge(table, row, frame.stored[column], error)
+                bad[row] = error
         taken = self._reader.take(share, j, plan, {u - n: e for u, e in outcome.errors.items() if u >= n})
         masked = sorted({*bad, *self._reader.corrupt_rows(share, table)})
         self.timing.masked += len(masked)
@@ -186,16 +186,15 @@ class Collator:
             [keys[k] for k in used.tolist()], [host], out.reshape(-1, 5), np.arange(n * c + 1), sums.reshape(-1)
         )
 
-    def _judge(self, table: InfoTable, bad: Mapping[int, KnitError]) -> None:
-        for i, error in bad.items():
-            broken = isinstance(error, (CorruptData, ShortRead))
-            if self.on_corrupt == "mask" and broken:
-                continue
-            if not broken:
-                raise error
+    def _judge(self, table: InfoTable, row: int, f: Field, error: KnitError) -> None:
+        """Returns where the row can be masked."""
+        if not isinstance(error, (CorruptData, ShortRead)):
+            raise error
+        if self.on_corrupt != "mask":
+            name = "loss_mask" if f.name == MASKS else f.name
             raise CorruptData(
-                f"{self.store.url}: {error}; trajectory {table[i].id!r} cannot be trained on. Restore the file, or pass "
-                "on_corrupt='mask'."
+                f"{self.store.url}: {error}; they are {name} of trajectory {table[row].id!r}, which cannot be trained "
+                "on. Restore the file, or pass on_corrupt='mask'."
             )
 
     def _count(self, share: Share, j: int, table: InfoTable, columns: Ranges, outcome: Outcome) -> None:

@@ -21,6 +21,7 @@ from contracts import HANG, BackendContract, Opened, pattern, read, running
 from knit_data.errors import InvalidArgument, KeyMissing, ShortRead, StoreError, Unreachable, UsageError
 from knit_data.store import local
 from knit_data.store.backend import Backend, Read
+from knit_data.store.files import OpenFiles
 from knit_data.store.local import LocalBackend
 from knit_data.store.memory import Crash, Fault, ManualClock, MemoryBackend, MonotonicClock
 from knit_data.store.urls import open_backend
@@ -391,7 +392,7 @@ def test_a_file_deleted_during_its_read_is_read_to_the_end(tmp_path: Path, monke
 
 def test_a_file_given_up_is_closed_by_its_last_user(tmp_path: Path) -> None:
     (tmp_path / "k").write_bytes(b"x")
-    files = local._Files(1)
+    files = OpenFiles(1)
     with files.use(str(tmp_path / "k")) as fd:
         with files.use(str(tmp_path / "k")) as same:
             files.forget(str(tmp_path / "k"))
@@ -420,7 +421,7 @@ def test_interrupt_wakes_a_sleeper_at_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_key_made_between_look_and_sleep_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_exists = local._exists
+    real_exists = local.exists
     looks: list[str] = []
 
     def exists(path: str) -> bool:
@@ -430,7 +431,7 @@ def test_a_key_made_between_look_and_sleep_is_found(tmp_path: Path, monkeypatch:
             LocalBackend(tmp_path).create("k", [b"x"])
         return found
 
-    monkeypatch.setattr(local, "_exists", exists)
+    monkeypatch.setattr(local, "exists", exists)
     assert LocalBackend(tmp_path).wait(["k"], HANG) == [True]
     assert len(looks) == 2
 

@@ -122,6 +122,6 @@ def _mismatch(ranges: Ranges, u: int, found: int) -> CorruptData:
     key = ranges.keys[int(rows[0, 0])] if len(rows) else "nothing"
     places = ", ".join(f"{length:,} at {start:,}" for _, start, length, *_ in rows.tolist())
     return CorruptData(
-        f"{key}: bytes ({places}) hash to {found:016x}, the table says {int(ranges.sums[u]):016x}: damaged after they "
-        "were written"
+        f"{key}: bytes ({places}) hash to {found:016x}, their checksum is {int(ranges.sums[u]):016x}: damaged after "
+        "they were written"
     )
