@@ -7,17 +7,16 @@ and padding. Then one copy moves a micro-batch to its device. Nothing here loops
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from knit_data.arena import Arenas, Delivery
 from knit_data.batch import MicroBatch
+from knit_data.columns import StoredColumns
 from knit_data.errors import CorruptData, InvalidArgument, InvalidTrajectory, KnitError, ShortRead
 from knit_data.frame import MASKS, MODEL, ROWS, SLOTS, Field, Frame, part
 from knit_data.infos import Array, InfoTable
@@ -29,8 +28,6 @@ from knit_data.share import Share
 from knit_data.store.ranges import Outcome, Ranges, read_verified
 from knit_data.store.store import TrajectoryStore
 from knit_data.tracing import span
-
-_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
 @dataclass(eq=False)
@@ -50,7 +47,7 @@ class Timing:
     masked: int = 0
 
     def counts(self) -> dict[str, float]:
-        return dataclasses.asdict(self)
+        return dict(vars(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,19 +75,20 @@ class Collator:
     def __post_init__(self) -> None:
         self._reader = MediaReader(self.store, self.on_corrupt, self.pinned)
         self._frames: dict[object, Frame] = {}
+        self._latest: tuple[Share | None, dict[frozenset[str] | None, tuple[Frame, StoredColumns]]] = None, {}
 
     def __call__(self, share: Share, j: int, fields: frozenset[str] | None = None) -> Prepared:
         """Micro-batch j of this share; ``fields`` narrows the loader's own choice for an extra pass."""
         table = share.table.rows(share.ptr[j], share.ptr[j + 1])
         slots = lay_out(table.columns["n_tokens"].astype(np.int64), self.layout, self.padding)
-        frame = self._frame(share, table, self.fields if fields is None else fields)
+        frame, stored = self._frame(share, self.fields if fields is None else fields)
         bounds = cumulative(slots, "packed")
         ends = bounds if self.layout == "packed" else cumulative(slots, "padded")
         at, size = frame.place(slots, len(table), len(ends), int(table.ragged["spans"].data[:, 2].sum()))
         stage = self.arenas.stage(size)
         host = stage.host
         with span("knit/read"):
-            taken, masked = self._read(share, j, table, slots, frame, at, host)
+            taken, masked = self._read(share, j, table, frame, stored.ranges(j, slots, at, host))
         with span("knit/fill"):
             self._fill(table, slots, frame, at, host, bounds, masked)
             part(host, frame["cu_seqlens"], at, len(ends))[...] = ends
@@ -128,24 +126,25 @@ class Collator:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def _frame(self, share: Share, table: InfoTable, asked: frozenset[str] | None) -> Frame:
-        masks = frozenset(np.unique(table.columns["mask_bytes"]).tolist())
-        key = table.schema, tuple(table.value_names), masks, asked, bool(share.token_ids)
+    def _frame(self, share: Share, asked: frozenset[str] | None) -> tuple[Frame, StoredColumns]:
+        latest, found = self._latest
+        if latest is share and asked in found:
+            return found[asked]
+        table, masks, models = share.table, share.mask_kinds, bool(share.token_ids)
+        key = table.schema, tuple(table.value_names), masks, asked, models
         if (frame := self._frames.get(key)) is None:
-            frame = Frame.of(table, self.layout, masks, asked, models=bool(share.token_ids))
+            frame = self._frames[key] = Frame.of(table, self.layout, masks, asked, models)
             ids = np.iinfo(frame["input_ids"].kind)
             if not self.padding.token_id <= ids.max:
                 raise InvalidArgument(
                     f"Padding(token_id={self.padding.token_id}) does not fit input_ids of {ids.dtype}."
                 )
-            self._frames[key] = frame
-        return frame
+        made = frame, StoredColumns(share, frame)
+        self._latest = share, {**(found if latest is share else {}), asked: made}
+        return made
 
-    def _read(
-        self, share: Share, j: int, table: InfoTable, slots: Slots, frame: Frame, at: Mapping[str, int], host: Array
-    ) -> tuple[Taken, list[int]]:
+    def _read(self, share: Share, j: int, table: InfoTable, frame: Frame, columns: Ranges) -> tuple[Taken, list[int]]:
         """Everything that micro-batch j needs and that is not in memory; its media, and the rows to mask."""
-        columns = self._columns(share, j, table, slots, frame, at, host)
         plan = self._reader.plan(share, j)
         outcome = read_verified(self.store.backend, Ranges.concat([columns, plan.ranges()]) if plan.rows else columns)
         self._count(share, j, table, columns, outcome)
@@ -160,32 +159,6 @@ class Collator:
         self.timing.masked += len(masked)
         return taken, masked
 
-    def _columns(
-        self, share: Share, j: int, table: InfoTable, slots: Slots, frame: Frame, at: Mapping[str, int], host: Array
-    ) -> Ranges:
-        """The bytes of every row in every stored field, row by row: one unit each."""
-        n, c = len(table), len(frame.stored)
-        which, keys = share.segments
-        used, file = np.unique(which[share.ptr[j] : share.ptr[j + 1]], return_inverse=True)
-        sums = table.columns["checksums"][:, frame.columns]
-        kind = table.columns["mask_bytes"][:, None]
-        counts = np.where(frame.by_token, slots.lengths[:, None], 1) * frame.row_bytes
-        counts = np.where(frame.mask_bytes, np.where(kind == frame.mask_bytes, counts, 0), counts)
-        places = np.array([at[f.name] for f in frame.stored], np.int64) + frame.row_bytes * np.where(
-            frame.by_token, slots.starts[:, None], np.arange(n)[:, None]
-        )
-        out = np.zeros((n, c, 5), np.int64)
-        out[:, :, 0] = file.reshape(-1, 1)
-        out[:, :, 1] = table.columns["offsets"][:, frame.columns]
-        out[:, :, 2] = counts
-        out[:, :, 4] = places
-        if frame.mask_bytes.any():  # a row without a stored mask has nothing to read there
-            sums = np.where(counts == 0, np.uint64(_NOTHING), sums)
-            out[:, :, 1] = np.where(counts == 0, 0, out[:, :, 1])
-        return Ranges(
-            [keys[k] for k in used.tolist()], [host], out.reshape(-1, 5), np.arange(n * c + 1), sums.reshape(-1)
-        )
-
     def _judge(self, table: InfoTable, row: int, f: Field, error: KnitError) -> None:
         """Returns where the row can be masked."""
         if not isinstance(error, (CorruptData, ShortRead)):
@@ -198,14 +171,18 @@ class Collator:
             )
 
     def _count(self, share: Share, j: int, table: InfoTable, columns: Ranges, outcome: Outcome) -> None:
+        """What it cost, and what a read of each trajectory by itself would have been."""
         timing, spans, sizes = self.timing, table.ragged["spans"], share.media_bytes
         timing.read_s += outcome.read_s
         timing.verify_s += outcome.verify_s
         timing.bytes_read += outcome.nbytes
         own = int(columns.table[:, 2].sum())
-        shown = np.unique(np.repeat(np.arange(len(table)), spans.lengths) * len(share.same) + spans.data[:, 0])
-        timing.bytes_logical += own + (int(sizes[shown % len(share.same)].sum()) if len(shown) else 0)
-        timing.bytes_unique += own + int(sizes[list(share.new_media[j])].sum())
+        timing.bytes_logical += own
+        timing.bytes_unique += own
+        if len(spans.data):
+            shown = np.unique(np.repeat(np.arange(len(table)), spans.lengths) * len(sizes) + spans.data[:, 0])
+            timing.bytes_logical += int(sizes[shown % len(sizes)].sum())
+            timing.bytes_unique += int(sizes[list(share.new_media[j])].sum())
 
     # -- filling ----------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class MediaBatch:
     digests: tuple[str, ...] = ()
     fresh: tuple[Medium | None, ...] = ()  # see new
     pieces: tuple[tuple[int, int, int], ...] = ()  # which of digests, its first feature, how many; in token order
-    slots: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # [n_tokens] among B * L or T
+    slots: Tensor = torch.zeros(0, dtype=torch.int64)  # noqa: RUF009 - never written to; [n_tokens] among B * L or T
     token_ids: frozenset[int] = frozenset()  # what stands at these slots; -1: several ids in one span
     patches: tuple[tuple[int, ...], ...] = ()  # [ranks]
     rank: int = 0  # which of them is this one
@@ -69,6 +69,10 @@ class MediaBatch:
 
     def __len__(self) -> int:
         return len(self.digests)
+
+    def enter(self, visit: object) -> None:
+        """Which pass it is handed out in. A micro-batch is handed out once, so nobody has seen it before."""
+        object.__setattr__(self, "visit", visit)
 
     @property
     def new(self) -> tuple[Medium | None, ...]:
@@ -224,6 +228,8 @@ def pieces_of(share: Share, table: InfoTable, starts: Array, masked: Sequence[in
     A medium of 5 features with spans (3, 2) and (9, 3): pieces (u, 0, 2, 3) and (u, 2, 3, 9).
     """
     spans = table.ragged["spans"]
+    if not len(spans.data):
+        return np.zeros((0, 4), np.int64), np.zeros(0, np.int64)
     rows = np.repeat(np.arange(len(table)), spans.lengths)
     data = spans.data[~np.isin(rows, masked)] if len(masked) else spans.data
     rows = rows[~np.isin(rows, masked)] if len(masked) else rows

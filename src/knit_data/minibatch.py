@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import ClassVar, Protocol
 
 from knit_data.batch import MicroBatch
@@ -207,7 +206,8 @@ class _Pass(Iterator[MicroBatch]):
         if micro is None:
             raise StopIteration
         self._at += 1
-        return replace(micro, media=replace(micro.media, visit=self))
+        micro.media.enter(self)
+        return micro
 
 
 def as_fields(fields: Iterable[str] | None) -> frozenset[str] | None:

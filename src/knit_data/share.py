@@ -89,6 +89,11 @@ class Share:
         return which.reshape(-1), [Catalogue.segment_key(self.names[w], s) for w, s in distinct.tolist()]
 
     @cached_property
+    def mask_kinds(self) -> frozenset[int]:
+        """Bytes a token of the loss masks that are stored; 0: some trajectory has none."""
+        return frozenset(np.unique(self.table.columns["mask_bytes"]).tolist())
+
+    @cached_property
     def media_bytes(self) -> Array:
         """[U] stored bytes per row of ``table.media``."""
         extents = self.table.media.ragged["extents"]

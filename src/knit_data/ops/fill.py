@@ -148,10 +148,9 @@ def fill_slots(
     Raises:
         InvalidArgument: before anything is written.
     """
-    numbers = torch.tensor(spec, dtype=torch.int64)
-    tables = [torch.from_numpy(table) for table in (rows, bounds, columns)]
+    tables = [torch.from_numpy(table) for table in (rows, bounds, columns, np.array(spec, np.int64))]
     try:
-        _fill_slots(arena, *tables, numbers)
+        _fill_slots(arena, *tables)
     except RuntimeError as error:
         if isinstance(error, InvalidArgument):
             raise

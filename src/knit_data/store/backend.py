@@ -12,6 +12,7 @@ a deleted one is not used again.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Sequence
@@ -156,6 +157,7 @@ class Interrupts:
         return True
 
 
+@functools.lru_cache(maxsize=4096)
 def check_key(key: str) -> str:
     """The key itself, if it is well formed."""
     if not isinstance(key, str) or not _KEY.fullmatch(key) or len(key) > _KEY_BYTES:

@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -24,7 +24,8 @@ class _File:
 class OpenFiles:
     """Files open for reading, the least recently used closed first; one in use is closed by its last user.
 
-    A deleted file would keep its space while it is open: it is closed when the next file is opened, or when asked for.
+    A deleted file would keep its space while it is open: it is closed when another is opened and it is the least
+    recently used, or when asked for.
     """
 
     def __init__(self, limit: int) -> None:
@@ -38,10 +39,23 @@ class OpenFiles:
         try:
             yield file.fd
         finally:
-            with self._lock:
-                file.users -= 1
-                if not file.users and not file.kept:
-                    os.close(file.fd)
+            self._release([file])
+
+    @contextmanager
+    def use_all(self, paths: Iterable[str]) -> Iterator[list[int]]:
+        """-1 for one that cannot be opened. One that was deleted meanwhile may still be read."""
+        files = list[_File]()
+        try:
+            fds = []
+            for path in paths:
+                try:
+                    files.append(self._take(path, deleted=True))
+                    fds.append(files[-1].fd)
+                except OSError:
+                    fds.append(-1)
+            yield fds
+        finally:
+            self._release(files)
 
     def forget(self, path: str) -> None:
         with self._lock:
@@ -51,15 +65,22 @@ class OpenFiles:
         for path in list(self._kept):
             self.forget(path)
 
-    def _take(self, path: str) -> _File:
+    def _release(self, files: Iterable[_File]) -> None:
+        with self._lock:
+            for file in files:
+                file.users -= 1
+                if not file.users and not file.kept:
+                    os.close(file.fd)
+
+    def _take(self, path: str, deleted: bool = False) -> _File:
         with self._lock:
             file = self._kept.get(path)
-            if file is not None and not _deleted(file.fd):
+            if file is not None and (deleted or not _deleted(file.fd)):
                 self._kept.move_to_end(path)
                 file.users += 1
                 return file
-            for name in [name for name, other in self._kept.items() if _deleted(other.fd)]:
-                self._drop(name)
+            while self._kept and _deleted(next(iter(self._kept.values())).fd):
+                self._drop(next(iter(self._kept)))
         file = _File(open_fresh(path))
         with self._lock:
             self._drop(path)  # another thread opened it too

@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -83,12 +83,8 @@ class LocalBackend:
 
     @contextmanager
     def files(self, keys: Sequence[str]) -> Iterator[Array]:
-        fds = np.full(len(keys), -1, np.int64)
-        with ExitStack() as opened:
-            for i, path in enumerate(map(self._path, keys[:_AT_ONCE])):
-                with suppress(OSError):
-                    fds[i] = opened.enter_context(self._files.use(path))
-            yield fds
+        with self._files.use_all(map(self._path, keys[:_AT_ONCE])) as fds:
+            yield np.array(fds + [-1] * (len(keys) - len(fds)), np.int64)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bool]:
         paths = [self._path(key) for key in keys]
