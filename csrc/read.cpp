@@ -37,7 +37,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kChunk = int64_t{256} << 10;           // what a thread reads at once, and hashes while it is in its cache
+constexpr int64_t kChunk = int64_t{128} << 10;           // what a thread reads at once, and hashes while it is in its cache
 constexpr int64_t kBytesPerThread = int64_t{1} << 20;    // below this a second thread costs more than it brings
 constexpr int64_t kLargestStart = int64_t{1} << 62;
 constexpr int kPieces = 512;                             // memory places one call may fill; IOV_MAX is 1024

@@ -355,7 +355,8 @@ def test_a_padding_micro_batch(layout):
 def empty(run: kd.TrajectoryLoader, mini: kd.MiniBatch) -> kd.MicroBatch:
     """A padding micro-batch of the same schema."""
     assert mini.live is not None
-    share = replace(mini.live.share, ptr=(0, 0))
+    share = mini.live.share
+    share = replace(share, table=share.table.rows(0, 0), ptr=(0, 0))
     collate = Collator(run.sampler.stream.store, run.layout, run.padding, HostArenas(reuse=False), run.fields)
     return collate(share, 0).micro
 

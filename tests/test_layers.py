@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("store",),
     (
         *("stream", "truncate", "flights", "intake", "sampler"),
-        *("exchange", "share", "arena", "device", "frame", "columns", "media", "batch", "collate", "prefetch"),
+        *("exchange", "share", "arena", "device", "frame", "blueprint", "media", "batch", "collate", "prefetch"),
     ),
     ("surroundings", "grad_sync", "features", "minibatch", "encoder", "loader", "pacing", "simulation"),
     ("integrations", "__main__"),

@@ -7,7 +7,7 @@ and padding. Then one copy moves a micro-batch to its device. Nothing here loops
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from knit_data.arena import Arenas, Delivery
 from knit_data.batch import MicroBatch
-from knit_data.columns import StoredColumns
+from knit_data.blueprint import Blueprint, Sheet
 from knit_data.errors import CorruptData, InvalidArgument, InvalidTrajectory, KnitError, ShortRead
 from knit_data.frame import MASKS, MODEL, ROWS, SLOTS, Field, Frame, part
-from knit_data.infos import Array, InfoTable
-from knit_data.layout import Slots, cumulative, lay_out, restarts
+from knit_data.infos import Array
+from knit_data.layout import restarts
 from knit_data.media import MediaBatch, MediaReader, Taken, pieces_of, slots_of
 from knit_data.ops.fill import BLANK, Spec, fill_slots
 from knit_data.planning import Layout, Padding
@@ -75,134 +75,116 @@ class Collator:
     def __post_init__(self) -> None:
         self._reader = MediaReader(self.store, self.on_corrupt, self.pinned)
         self._frames: dict[object, Frame] = {}
-        self._latest: tuple[Share | None, dict[frozenset[str] | None, tuple[Frame, StoredColumns]]] = None, {}
+        self._share: Share | None = None
+        self._blueprints: dict[frozenset[str] | None, tuple[Frame, Blueprint]] = {}  # of this share
 
     def __call__(self, share: Share, j: int, fields: frozenset[str] | None = None) -> Prepared:
         """Micro-batch j of this share; ``fields`` narrows the loader's own choice for an extra pass."""
-        table = share.table.rows(share.ptr[j], share.ptr[j + 1])
-        slots = lay_out(table.columns["n_tokens"].astype(np.int64), self.layout, self.padding)
-        frame, stored = self._frame(share, self.fields if fields is None else fields)
-        bounds = cumulative(slots, "packed")
-        ends = bounds if self.layout == "packed" else cumulative(slots, "padded")
-        at, size = frame.place(slots, len(table), len(ends), int(table.ragged["spans"].data[:, 2].sum()))
-        stage = self.arenas.stage(size)
-        host = stage.host
+        frame, blueprint = self._plan(share, self.fields if fields is None else fields)
+        sheet = blueprint.sheet(j)
+        stage = self.arenas.stage(sheet.nbytes)
+        host, at = stage.host, sheet.at
         with span("knit/read"):
-            taken, masked = self._read(share, j, table, frame, stored.ranges(j, slots, at, host))
+            taken, masked = self._read(share, j, frame, sheet, host)
         with span("knit/fill"):
-            self._fill(table, slots, frame, at, host, bounds, masked)
-            part(host, frame["cu_seqlens"], at, len(ends))[...] = ends
-            pieces, token_ids = pieces_of(share, table, slots.starts, masked)
+            self._fill(share, frame, sheet, host, masked)
+            pieces, token_ids = pieces_of(share, sheet, masked)
             where = slots_of(pieces)
             part(host, frame[SLOTS], at, len(where))[...] = where
-            strays = self._without_strays(share, table, frame, at, host, slots.total, where)
-            told_apart = self._told_apart(frame, at, host, slots, len(table))
+            strays = self._without_strays(share, frame, sheet, host, where)
+            told_apart = self._told_apart(frame, sheet, host)
         with span("knit/copy"):
             copied = self.arenas.copy_s
-            delivery = stage.send(at[MODEL] + (slots.total * frame["input_ids"].item_bytes if strays else 0))
+            delivery = stage.send(at[MODEL] + (sheet.total * frame["input_ids"].item_bytes if strays else 0))
             self.timing.copy_s += self.arenas.copy_s - copied
         del host, stage  # the tensors alone hold the lease
-        counts = {"slots": slots.total, "rows": len(table), "ends": len(ends), "media": len(where)}
+        counts = {"slots": sheet.total, "rows": len(sheet.rows), "ends": len(sheet.cu_seqlens), "media": len(where)}
 
         def tensor(f: Field) -> Tensor:
             flat = delivery.data[at[f.name] : at[f.name] + counts[f.lead] * f.item_bytes].view(f.dtype)
-            lead = slots.shape if f.lead == "slots" and f.name != ROWS else (counts[f.lead],)
+            lead = sheet.shape if f.lead == "slots" and f.name != ROWS else (counts[f.lead],)
             return flat if len(lead) == 1 and not f.shape else flat.view(*lead, *f.shape)
 
         micro = MicroBatch(
             {f.name: tensor(f) for f in frame.visible},
-            table,
+            share.table,
+            sheet.rows,
             self.layout,
-            int(np.diff(bounds).max()),
+            sheet.longest,
             j + 1 == share.count,
             frame.per_token,
             tensor(frame[ROWS]),
-            tuple(table[i].id for i in masked),
+            tuple(share.table[sheet.rows[i]].id for i in masked),
             self._media(share, j, pieces, token_ids, tensor(frame[SLOTS]), taken),
             told_apart,
             tensor(frame[MODEL]) if strays else None,
         )
-        return Prepared(micro, delivery, size + sum(medium.held for medium in taken[0] if medium is not None))
+        return Prepared(micro, delivery, sheet.nbytes + sum(medium.held for medium in taken[0] if medium is not None))
 
-    # -- reading ----------------------------------------------------------------------------------------------------
+    def _plan(self, share: Share, asked: frozenset[str] | None) -> tuple[Frame, Blueprint]:
+        if self._share is not share:
+            self._share, self._blueprints = share, {}
+        if asked not in self._blueprints:
+            frame = self._frame(share, asked)
+            self._blueprints[asked] = frame, Blueprint(share, frame, self.layout, self.padding)
+        return self._blueprints[asked]
 
-    def _frame(self, share: Share, asked: frozenset[str] | None) -> tuple[Frame, StoredColumns]:
-        latest, found = self._latest
-        if latest is share and asked in found:
-            return found[asked]
+    def _frame(self, share: Share, asked: frozenset[str] | None) -> Frame:
         table, masks, models = share.table, share.mask_kinds, bool(share.token_ids)
         key = table.schema, tuple(table.value_names), masks, asked, models
         if (frame := self._frames.get(key)) is None:
             frame = self._frames[key] = Frame.of(table, self.layout, masks, asked, models)
-            ids = np.iinfo(frame["input_ids"].kind)
-            if not self.padding.token_id <= ids.max:
-                raise InvalidArgument(
-                    f"Padding(token_id={self.padding.token_id}) does not fit input_ids of {ids.dtype}."
-                )
-        made = frame, StoredColumns(share, frame)
-        self._latest = share, {**(found if latest is share else {}), asked: made}
-        return made
+        ids = np.iinfo(frame["input_ids"].kind)
+        if self.padding.token_id > ids.max:
+            raise InvalidArgument(f"Padding(token_id={self.padding.token_id}) does not fit input_ids of {ids.dtype}.")
+        return frame
 
-    def _read(self, share: Share, j: int, table: InfoTable, frame: Frame, columns: Ranges) -> tuple[Taken, list[int]]:
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def _read(self, share: Share, j: int, frame: Frame, sheet: Sheet, host: Array) -> tuple[Taken, list[int]]:
         """Everything that micro-batch j needs and that is not in memory; its media, and the rows to mask."""
-        plan = self._reader.plan(share, j)
+        columns, plan, n = sheet.ranges(host), self._reader.plan(share, j), len(sheet.sums)
         outcome = read_verified(self.store.backend, Ranges.concat([columns, plan.ranges()]) if plan.rows else columns)
-        self._count(share, j, table, columns, outcome)
-        n, bad = len(columns.sums), dict[int, KnitError]()
+        self._count(share, j, sheet, outcome)
+        bad = set[int]()
         for unit, error in outcome.errors.items():
             if unit < n:
                 row, column = divmod(unit, len(frame.stored))
-                self._judge(table, row, frame.stored[column], error)
-                bad[row] = error
+                self._judge(share.table[sheet.rows[row]].id, frame.stored[column], error)
+                bad.add(row)
         taken = self._reader.take(share, j, plan, {u - n: e for u, e in outcome.errors.items() if u >= n})
-        masked = sorted({*bad, *self._reader.corrupt_rows(share, table)})
+        masked = sorted({*bad, *self._reader.corrupt_rows(share, sheet.rows)})
         self.timing.masked += len(masked)
         return taken, masked
 
-    def _judge(self, table: InfoTable, row: int, f: Field, error: KnitError) -> None:
+    def _judge(self, name: str, f: Field, error: KnitError) -> None:
         """Returns where the row can be masked."""
         if not isinstance(error, (CorruptData, ShortRead)):
             raise error
         if self.on_corrupt != "mask":
-            name = "loss_mask" if f.name == MASKS else f.name
+            column = "loss_mask" if f.name == MASKS else f.name
             raise CorruptData(
-                f"{self.store.url}: {error}; they are {name} of trajectory {table[row].id!r}, which cannot be trained "
-                "on. Restore the file, or pass on_corrupt='mask'."
+                f"{self.store.url}: {error}; they are {column} of trajectory {name!r}, which cannot be trained on. "
+                "Restore the file, or pass on_corrupt='mask'."
             )
 
-    def _count(self, share: Share, j: int, table: InfoTable, columns: Ranges, outcome: Outcome) -> None:
-        """What it cost, and what a read of each trajectory by itself would have been."""
-        timing, spans, sizes = self.timing, table.ragged["spans"], share.media_bytes
+    def _count(self, share: Share, j: int, sheet: Sheet, outcome: Outcome) -> None:
+        timing, new = self.timing, share.new_media[j]
         timing.read_s += outcome.read_s
         timing.verify_s += outcome.verify_s
         timing.bytes_read += outcome.nbytes
-        own = int(columns.table[:, 2].sum())
-        timing.bytes_logical += own
-        timing.bytes_unique += own
-        if len(spans.data):
-            shown = np.unique(np.repeat(np.arange(len(table)), spans.lengths) * len(sizes) + spans.data[:, 0])
-            timing.bytes_logical += int(sizes[shown % len(sizes)].sum())
-            timing.bytes_unique += int(sizes[list(share.new_media[j])].sum())
+        timing.bytes_logical += sheet.own_bytes + sheet.shown_bytes
+        timing.bytes_unique += sheet.own_bytes + (int(share.media_bytes[list(new)].sum()) if new else 0)
 
     # -- filling ----------------------------------------------------------------------------------------------------
 
-    def _fill(
-        self,
-        table: InfoTable,
-        slots: Slots,
-        frame: Frame,
-        at: Mapping[str, int],
-        host: Array,
-        bounds: Array,
-        masked: Sequence[int],
-    ) -> None:
-        n = len(table)
-        rows = np.empty((n, 3), np.int64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = slots.starts, slots.lengths, table.columns["mask_bytes"]
-        rows[masked, 2] = BLANK
-        padded = np.array([(at[f.name], f.item_bytes) for f in frame.padded], np.int64).reshape(-1, 2)
+    def _fill(self, share: Share, frame: Frame, sheet: Sheet, host: Array, masked: Sequence[int]) -> None:
+        n, at, marks = len(sheet.rows), sheet.at, sheet.marks
+        if masked:
+            marks = marks.copy()
+            marks[masked, 2] = BLANK
         spec = Spec(
-            slots.total,
+            sheet.total,
             at["input_ids"],
             frame["input_ids"].item_bytes,
             self.padding.token_id,
@@ -214,19 +196,22 @@ class Collator:
             at.get("attention_mask", -1),
             self.layout == "packed",
         )
-        fill_slots(torch.from_numpy(host), rows, bounds.astype(np.int64), padded, spec)
+        padded = np.array([(at[f.name], f.item_bytes) for f in frame.padded], np.int64).reshape(-1, 2)
+        fill_slots(torch.from_numpy(host), marks, sheet.extents, padded, spec)
+        part(host, frame["cu_seqlens"], at, len(sheet.cu_seqlens))[...] = sheet.cu_seqlens
         for f in frame.values:
             view = host[at[f.name] : at[f.name] + n * f.item_bytes]
             if f.column is None:
-                view.view(f.kind)[...] = table.columns[f"value.{f.name}"]
+                view.view(f.kind)[...] = share.table.columns[f"value.{f.name}"][sheet.rows.start : sheet.rows.stop]
             elif masked:
                 view.reshape(n, -1)[masked] = 0
 
-    def _told_apart(self, frame: Frame, at: Mapping[str, int], host: Array, slots: Slots, n: int) -> bool:
+    def _told_apart(self, frame: Frame, sheet: Sheet, host: Array) -> bool:
         positions = frame["position_ids"]
         if frame.own_positions or positions.shape:
             return True  # ours restart; to several axes the micro-batch adds the row that does
-        return restarts(part(host, positions, at, slots.total), part(host, frame[ROWS], at, slots.total), n)
+        stored, rows = (part(host, f, sheet.at, sheet.total) for f in (positions, frame[ROWS]))
+        return restarts(stored, rows, len(sheet.rows))
 
     def _media(self, share: Share, j: int, pieces: Array, token_ids: Array, at: Tensor, taken: Taken) -> MediaBatch:
         expected = frozenset(share.token_ids)
@@ -252,9 +237,7 @@ class Collator:
             expected=expected,
         )
 
-    def _without_strays(
-        self, share: Share, table: InfoTable, frame: Frame, at: Mapping[str, int], host: Array, total: int, where: Array
-    ) -> bool:
+    def _without_strays(self, share: Share, frame: Frame, sheet: Sheet, host: Array, where: Array) -> bool:
         """Writes the ids for a model that finds images by their placeholders: a pad id in place of those that were
         sampled. False: there are none.
 
@@ -262,11 +245,12 @@ class Collator:
         """
         if not share.token_ids:
             return False
+        at, total, n = sheet.at, sheet.total, len(sheet.rows)
         ids, rows = part(host, frame["input_ids"], at, total), part(host, frame[ROWS], at, total)
         stray = np.zeros(total, bool)
         for known in share.token_ids:
             stray |= ids == known
-        stray &= rows < len(table)
+        stray &= rows < n
         stray[where] = False
         if not stray.any():
             return False
@@ -275,9 +259,9 @@ class Collator:
             mine = rows == i
             if weighed[mine].any() and (lost := stray[mine][: int(np.argmax(weighed[mine]))].sum()):
                 raise InvalidTrajectory(
-                    f"trajectory {table[i].id!r} has {lost} placeholders (ids {sorted(share.token_ids)}) before its "
-                    "first loss token that no medium fills: its images were lost between rollout and store. Store them "
-                    "as kd.Media, or take the placeholders out."
+                    f"trajectory {share.table[sheet.rows[i]].id!r} has {lost} placeholders (ids "
+                    f"{sorted(share.token_ids)}) before its first loss token that no medium fills: its images were "
+                    "lost between rollout and store. Store them as kd.Media, or take the placeholders out."
                 )
         out = part(host, frame[MODEL], at, total)
         out[...] = ids

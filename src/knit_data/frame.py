@@ -14,7 +14,6 @@ import torch
 from knit_data.arena import ALIGN
 from knit_data.errors import InvalidArgument
 from knit_data.infos import Array, InfoTable
-from knit_data.layout import Slots
 from knit_data.planning import Layout
 from knit_data.store.segment import torch_dtype
 
@@ -61,7 +60,11 @@ class Frame:
         self.own_positions = self["position_ids"].column is None
         computed = {"labels", "attention_mask"}
         self.per_token = frozenset(f.name for f in self.visible if f.lead == "slots" and f.name not in computed)
+        self.names = [f.name for f in fields]
+        self._leads = np.array([("slots", "rows", "ends", "media").index(f.lead) for f in fields])
+        self._item_bytes = np.array([f.item_bytes for f in fields], np.int64)
         # of the stored fields, as arrays
+        self.stored_at = np.array([self.names.index(f.name) for f in self.stored])
         self.columns = np.array([f.column for f in self.stored], np.int64)
         self.by_token = np.array([f.lead == "slots" for f in self.stored])
         self.row_bytes = np.array([f.item_bytes for f in self.stored], np.int64)
@@ -102,14 +105,15 @@ class Frame:
             out.append(Field(MASKS, torch.uint8, "slots", column=mask, mask_bytes=1))
         return cls(out)
 
-    def place(self, slots: Slots, rows: int, ends: int, media: int) -> tuple[dict[str, int], int]:
-        """The byte where each field begins, and the bytes of all."""
-        counts = {"slots": slots.total, "rows": rows, "ends": ends, "media": media}
-        at, size = dict[str, int](), 0
-        for name, f in self._fields.items():
-            at[name] = size
-            size += -(-counts[f.lead] * f.item_bytes // ALIGN) * ALIGN
-        return at, size
+    def place(self, slots: Array, rows: Array, ends: Array, media: Array) -> tuple[Array, Array]:
+        """The byte where each field begins, [J, fields], and the bytes of all, [J].
+
+        Of J micro-batches with so many slots, rows, entries of ``cu_seqlens`` and slots of media, each [J].
+        """
+        counts = np.stack([slots, rows, ends, media], axis=1)[:, self._leads]
+        sizes = -(-counts * self._item_bytes // ALIGN) * ALIGN
+        ends = np.cumsum(sizes, axis=1)
+        return ends - sizes, ends[:, -1]
 
 
 def part(host: Array, f: Field, at: Mapping[str, int], count: int) -> Array:

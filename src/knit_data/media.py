@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from knit_data.arena import ALIGN, ArenaPool, capacity
+from knit_data.blueprint import Sheet
 from knit_data.errors import CorruptData, KnitError, ShortRead
-from knit_data.infos import Array, InfoTable
+from knit_data.infos import Array
 from knit_data.recent import Recent
 from knit_data.share import Share
 from knit_data.store.ranges import Ranges, read_verified
@@ -156,13 +157,14 @@ class MediaReader:
             )
         return new, None  # no rank has any that is whole: none encodes
 
-    def corrupt_rows(self, share: Share, table: InfoTable) -> list[int]:
-        """Rows of the micro-batch read last that use a medium which was found corrupt in this mini-batch."""
+    def corrupt_rows(self, share: Share, rows: range) -> list[int]:
+        """Which of these rows of a micro-batch, counted from 0, use a medium that was found corrupt in it or before."""
         bad = self._bad.get(share)
         if not bad:
             return []
-        spans = table.ragged["spans"]
-        return [i for i in range(len(table)) if any(u in bad for u in share.same[spans.row(i)[:, 0]].tolist())]
+        spans, counts = share.spans(rows)
+        users = np.repeat(np.arange(len(rows)), counts)
+        return list(map(int, np.unique(users[np.isin(share.same[spans[:, 0]], list(bad))])))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -221,18 +223,18 @@ class MediaReader:
         self._bad.setdefault(share, {})[u] = error
 
 
-def pieces_of(share: Share, table: InfoTable, starts: Array, masked: Sequence[int]) -> tuple[Array, Array]:
+def pieces_of(share: Share, sheet: Sheet, masked: Sequence[int]) -> tuple[Array, Array]:
     """Where features go, masked rows left out: ``[S, 4]`` (row of ``share.table.media``, first feature, how many, first
     slot) in token order, and the placeholder id of each.
 
     A medium of 5 features with spans (3, 2) and (9, 3): pieces (u, 0, 2, 3) and (u, 2, 3, 9).
     """
-    spans = table.ragged["spans"]
-    if not len(spans.data):
+    data, counts = share.spans(sheet.rows)
+    if not len(data):
         return np.zeros((0, 4), np.int64), np.zeros(0, np.int64)
-    rows = np.repeat(np.arange(len(table)), spans.lengths)
-    data = spans.data[~np.isin(rows, masked)] if len(masked) else spans.data
-    rows = rows[~np.isin(rows, masked)] if len(masked) else rows
+    rows = np.repeat(np.arange(len(counts)), counts)
+    if len(masked):
+        data, rows = data[~np.isin(rows, masked)], rows[~np.isin(rows, masked)]
     tokens = share.table.media.columns["tokens"]
     first = np.zeros(len(data), np.int64)
     if (data[:, 2] != tokens[data[:, 0]]).any():  # some medium has several spans
@@ -240,7 +242,7 @@ def pieces_of(share: Share, table: InfoTable, starts: Array, masked: Sequence[in
         for k, (u, _, length, _) in enumerate(data.tolist()):
             first[k] = done
             done = (done + length) % int(tokens[u])
-    slots = starts[rows] + data[:, 1]
+    slots = sheet.starts[rows] + data[:, 1]
     out = np.stack([share.same[data[:, 0]], first, data[:, 2], slots], axis=1)
     order = np.argsort(slots, kind="stable")
     return out[order], data[order, 3]

@@ -73,6 +73,8 @@ class Share:
     def new_media(self) -> tuple[tuple[int, ...], ...]:
         """Per micro-batch the media that this rank meets there first, one row of ``table.media`` each, in order."""
         spans, out = self.table.ragged["spans"], [list[int]() for _ in range(self.count)]
+        if not len(spans.data):
+            return ((),) * self.count
         used, first = np.unique(self.same[spans.data[:, 0]], return_index=True)
         order = np.argsort(first)
         ends = spans.ptr[np.asarray(self.ptr[1:])]  # spans before the end of each micro-batch
@@ -84,9 +86,16 @@ class Share:
     def segments(self) -> tuple[Array, Sequence[str]]:
         """[N] per row which segment holds it, and the segments' keys."""
         columns = self.table.columns
-        cells = np.stack([columns["writer"].astype(np.int64), columns["segment"]], axis=1)
-        distinct, which = np.unique(cells, axis=0, return_inverse=True)
-        return which.reshape(-1), [Catalogue.segment_key(self.names[w], s) for w, s in distinct.tolist()]
+        _, first, which = np.unique(  # no store has a million writers
+            columns["segment"] * (1 << 20) + columns["writer"], return_index=True, return_inverse=True
+        )
+        cells = zip(columns["writer"][first].tolist(), columns["segment"][first].tolist(), strict=True)
+        return which.reshape(-1), [Catalogue.segment_key(self.names[w], s) for w, s in cells]
+
+    def spans(self, rows: range) -> tuple[Array, Array]:
+        """The spans [S, 4] of these rows, and how many each has."""
+        ptr = self.table.ragged["spans"].ptr[rows.start : rows.stop + 1]
+        return self.table.ragged["spans"].data[ptr[0] : ptr[-1]], np.diff(ptr)
 
     @cached_property
     def mask_kinds(self) -> frozenset[int]:
