@@ -103,8 +103,7 @@ def encode(
         rows = total if f.per_token else len(trajectories)
         columns.append((_column_name(f), f.dtype, [rows, *f.shape], [tensor_bytes(x) for x in raw]))
     if masks is not None:
-        code = DTYPES[masks[0].dtype]
-        columns.append(("tokens.loss_mask", code, [total], [tensor_bytes(m) for m in masks]))
+        columns.append(("tokens.loss_mask", DTYPES[masks[0].dtype], [total], [tensor_bytes(m) for m in masks]))
     table = _table(trajectories, schema, masks, columns, media, refs, grouped)
     for u, medium in enumerate(media):
         for name, tensor in sorted(medium.tensors.items()):
@@ -115,11 +114,10 @@ def encode(
 
 def head_size(head: bytes | bytearray | memoryview, where: str) -> int:
     """Bytes of header plus table, from the first bytes of a segment (a prefix of ``HEAD_GUESS`` bytes is enough)."""
-    length, meta = _header_length(head, where), 0
+    length = _header_length(head, where)
     if len(head) < 8 + length:
         return 8 + length  # header longer than the guess: read it first, then ask again
-    meta = int(_metadata(head, length, where)["info_bytes"])
-    return 8 + length + meta
+    return 8 + length + int(_metadata(head, length, where)["info_bytes"])
 
 
 def head_facts(head: bytes | bytearray | memoryview, where: str) -> tuple[int, str]:
@@ -146,19 +144,17 @@ def decode_head(head: bytes | bytearray | memoryview, *, writer: int, segment: i
             f"{where}: this file was written as segment {meta.get('place')} (writer/number), it was found as "
             f"{writer}/{segment}; somebody moved it. Restore the right one."
         )
-    header = json.loads(bytes(head[8 : 8 + length]))
     schema = _schema_in(meta["schema"])
     arrays: dict[str, Array] = {}
     bases: dict[str, int] = {}
-    for name, spec in header.items():
+    for name, spec in _header(bytes(head[8:start])).items():
         if name == "__metadata__":
             continue
-        begin, end = spec["data_offsets"]
+        at = start + spec["data_offsets"][0]
         if name.startswith(("info.", "media.")):
-            flat = np.frombuffer(head, np.uint8, end - begin, start + begin).view(_NUMPY[spec["dtype"]])
-            arrays[name] = flat.reshape(spec["shape"])
+            arrays[name] = np.ndarray(spec["shape"], _NUMPY[spec["dtype"]], head, at)
         else:
-            bases[name] = start + begin
+            bases[name] = at
     table = InfoTable.from_arrays(arrays, schema)
     versions, means = table.columns["policy_version"], table.columns["mean_policy_version"]
     if (versions < 0).any() or not (np.isfinite(means) & (means >= versions.astype(np.float64))).all():
@@ -339,11 +335,16 @@ def _header_length(head: bytes | bytearray | memoryview, where: str) -> int:
     return length
 
 
+@lru_cache(maxsize=4)  # of a head that was just read its size, its table and its facts are asked for
+def _header(text: bytes) -> Mapping[str, Any]:
+    return dict(json.loads(text))
+
+
 def _metadata(head: bytes | bytearray | memoryview, length: int, where: str) -> Mapping[str, str]:
     try:
-        meta, _ = json.JSONDecoder().raw_decode(bytes(head[8 : 8 + length]).decode()[len('{"__metadata__":') :])
+        meta: Mapping[str, str] = _header(bytes(head[8 : 8 + length]))["__metadata__"]
         if meta["format"] == FORMAT and meta["info_bytes"].isdecimal() and meta["schema"]:
-            return dict(meta)
+            return meta
         found = meta["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CorruptData(f"{where}: the segment header cannot be read ({e}); restore or remove it.") from e
@@ -387,6 +388,7 @@ def _located_media(media: MediaTable, bases: Bases, writer: int, segment: int) -
     return MediaTable(columns, ragged)
 
 
+@lru_cache(maxsize=1)
 def empty_media() -> MediaTable:
     """The media table of text-only segments, which do not spend header bytes on one."""
     zero = np.zeros(0, np.int64)
