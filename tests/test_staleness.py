@@ -79,6 +79,15 @@ def test_statistics_against_a_plain_loop(
         assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
 
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=300), st.integers(1, 8))
+def test_percentiles_are_those_of_numpy(ages: list[int], steps: int) -> None:
+    versions = 60 - np.array(ages)
+    found = statistics(versions, versions.astype(float), index=0, train_batch=60, clock=Clock(steps))
+    lag = 60.0 * steps - versions
+    assert found["staleness/steps_p99"] == np.percentile(lag, 99)
+    assert found["staleness/p99"] == np.percentile(lag / steps, 99)
+
+
 def test_negative_excess_counts_as_zero_except_in_the_identity() -> None:
     found = statistics(np.array([10, 2]), np.array([10.0, 2.0]), index=5, train_batch=1, clock=Clock(4))
     assert found["staleness/mean"] == 0.25 and found["staleness/steps_mean"] == 1.0

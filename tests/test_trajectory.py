@@ -19,7 +19,7 @@ from torch import Tensor
 import knit_data as kd
 from knit_data import trajectory as trajectory_module
 from knit_data.errors import InvalidTrajectory
-from knit_data.trajectory import DTYPES
+from knit_data.trajectory import DTYPES, check_group, is_finite
 
 IDS = torch.tensor([5, 6, 7, 8])
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -168,6 +168,21 @@ def test_every_float_dtype_is_looked_through(dtype: torch.dtype, bad: float) -> 
     column = torch.zeros(4, 2, dtype=dtype)
     column[2, 1] = bad
     refused([trajectory("t", **columns(x=column))], "'t'", "'x'", "1 NaN or infinite of 8")
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, -3e38, 3e38, 6e4, math.nan, math.inf, -math.inf]), max_size=6))
+def test_a_sum_tells_what_isfinite_tells(entries: list[float]) -> None:
+    for dtype in FLOATS:
+        column = torch.tensor(entries, dtype=torch.float64).to(dtype)
+        assert is_finite(column) == bool(torch.isfinite(column).all())
+
+
+def test_each_medium_of_a_group_is_looked_at() -> None:
+    good, bad = image(), image(tensors={"p": torch.tensor([math.nan])})
+    members = [trajectory(str(i), **columns(), media=[kd.MediaRef(m, [(0, 2)])]) for i, m in enumerate([good, good])]
+    check_group(members)
+    worse = [*members, trajectory("2", **columns(), media=[kd.MediaRef(bad, [(0, 2)])])]
+    refused(worse, "'2'", "media 0", "'p'", "NaN")
 
 
 def test_two_overlapping_media_are_refused() -> None:

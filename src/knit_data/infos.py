@@ -81,7 +81,7 @@ class Ragged:
     @classmethod
     def of_lengths(cls, data: Array, lengths: Array) -> Ragged:
         ptr = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=ptr[1:])
+        lengths.cumsum(out=ptr[1:])
         return cls(data[: ptr[-1]], ptr)
 
     @classmethod
@@ -95,7 +95,8 @@ class Ragged:
 
     @property
     def lengths(self) -> Array:
-        return np.diff(self.ptr)
+        out: Array = self.ptr[1:] - self.ptr[:-1]
+        return out
 
     def row(self, i: int) -> Array:
         return self.data[self.ptr[i] : self.ptr[i + 1]]
@@ -211,7 +212,10 @@ class InfoTable(Table):
 
     def take(self, rows: Array) -> InfoTable:
         """These rows, in this order; media that none of them uses are left out."""
-        parts = self._take(np.asarray(rows, np.int64))
+        rows = np.asarray(rows, np.int64)
+        if not len(self.media) and len(rows) == len(self) and (rows == np.arange(len(rows))).all():
+            return self  # as they stand: of a mini-batch in the order of its places, of a group whose rows are all open
+        parts = self._take(rows)
         spans = parts["ragged"]["spans"]
         used, inverse = np.unique(spans.data[:, 0], return_inverse=True)
         if len(spans.data):
@@ -271,13 +275,15 @@ class InfoTable(Table):
         return out
 
     def to_bytes(self, note: str = "") -> bytes:
-        """For another rank: plain arrays in safetensors framing, nothing that could run, and their XXH3-64.
+        """For another rank: plain arrays in safetensors framing, nothing that could run. ``note`` travels along.
 
-        ``note`` travels along.
+        safetensors | note | u64 bytes of the note | XXH3-64 of all before it
         """
         arrays = self.arrays("info.") | self.media.arrays("media.")
         packed = {k: np.ascontiguousarray(v) for k, v in arrays.items()}
-        body = safetensors.numpy.save(packed, {"schema": json.dumps(self.schema.to_json()), "note": note})
+        text = note.encode()
+        body = safetensors.numpy.save(packed, {"schema": json.dumps(self.schema.to_json())})
+        body = b"".join([body, text, len(text).to_bytes(8, "little")])
         return body + xxhash.xxh3_64_digest(body)
 
     @classmethod
@@ -293,11 +299,11 @@ class InfoTable(Table):
                 f"a table of {len(data)} bytes hashes to {found.hex()}, its end says {mark.hex()}; it was cut or "
                 "damaged on its way."
             )
-        size = int.from_bytes(body[:8], "little")
+        size, end = int.from_bytes(body[:8], "little"), len(body) - 8
+        note = end - int.from_bytes(body[end:], "little")
         try:
-            meta = json.loads(body[8 : 8 + size])["__metadata__"]
-            schema = Schema.from_json(json.loads(meta["schema"]))
-            return cls.from_arrays(safetensors.numpy.load(body), schema), meta["note"]
+            schema = Schema.from_json(json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["schema"]))
+            return cls.from_arrays(safetensors.numpy.load(body[:note]), schema), body[note:end].decode()
         except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as e:
             raise CorruptData(f"a table of {len(data)} bytes is not in this format: {e!r}.") from e
 

@@ -13,6 +13,8 @@ import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -55,9 +57,9 @@ class Entry:
         return {
             "progress": [p.train_batch, p.epoch, p.position, p.short],
             "counts": [[list(c), n] for c, n in self.counts.items()],
-            "runs": self.runs,
+            "runs": _pack(self.runs),
             "seen": _pack(self.seen),
-            "opened": [list(runs) for runs in self.opened],
+            "opened": [_pack([run for runs in self.opened for run in runs]), [len(runs) for runs in self.opened]],
             "closes": self.closes,
             "dropped": dict(self.dropped),
             "forget_below": self.forget_below,
@@ -65,14 +67,20 @@ class Entry:
             "accepted": _pack_keys(self.accepted),
         }
 
+    @cached_property
+    def text(self) -> str:
+        """The same in one line, for every rank."""
+        return json.dumps(self.to_json())
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Entry:
+        opened, lengths = iter(_unpack(data["opened"][0])), data["opened"][1]
         return cls(
             Progress(*data["progress"]),
             {tuple(c): n for c, n in data["counts"]},
-            [_run(r) for r in data["runs"]],
+            _unpack(data["runs"]),
             _unpack(data["seen"]),
-            [[_run(r) for r in runs] for runs in data["opened"]],
+            [list(islice(opened, n)) for n in lengths],
             data["closes"],
             data["dropped"],
             data["forget_below"],
@@ -120,6 +128,8 @@ class Ledger:
             self._advance(writer, first)
         for run in entry.runs:
             self._finish(*run)
+        for writer in {run[0] for run in entry.runs}:
+            self._advance(writer, 0)
         self.accepted |= set(entry.accepted)
         for key, *rest in entry.seen:
             self.accepted.discard(key)
@@ -137,11 +147,10 @@ class Ledger:
     def _finish(self, writer: int, segment: int, first: int, count: int, rows: int) -> None:
         if segment >= self._next.get(writer, 0):
             segments = self._done.setdefault(writer, {})
-            done = segments.get(segment, (rows, set()))[1]
+            done = None if count == rows else segments.get(segment, (rows, set()))[1]
             if done is not None:
-                done |= set(range(first, first + count))
-                segments[segment] = rows, None if len(done) == rows else done
-        self._advance(writer, 0)
+                done.update(range(first, first + count))
+            segments[segment] = rows, None if done is None or len(done) == rows else done
 
     def _advance(self, writer: int, first: int) -> None:
         """The cursor: past what is done, and at least ``first``."""
@@ -276,5 +285,5 @@ def _pack(rows: Sequence[tuple[int, int, int, int, int]]) -> str:
 
 
 def _unpack(text: str) -> list[tuple[int, int, int, int, int]]:
-    rows = np.frombuffer(_blob(text), np.uint64).reshape(-1, 5).tolist()
-    return [(k, mark, version, writer, segment) for k, mark, version, writer, segment in rows]
+    columns = np.frombuffer(_blob(text), np.uint64).reshape(-1, 5).T.tolist()
+    return list(zip(*columns, strict=True))

@@ -120,15 +120,14 @@ class Share:
             "stand_ins": self.stand_ins,
             "names": list(self.names.items()),
             "stats": dict(self.stats),
-            "entry": self.entry.to_json(),
             "finite": self.finite,
         }
-        return SHARE + self.table.to_bytes(json.dumps(note))
+        return SHARE + self.table.to_bytes(f"{json.dumps(note)}\n{self.entry.text}")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Share:
         table, text = InfoTable.from_bytes(data[1:])
-        note = json.loads(text)
+        note, entry = map(json.loads, text.split("\n"))
         return cls(
             Numbers(**note["numbers"]),
             note["rank"],
@@ -139,7 +138,7 @@ class Share:
             tuple(note["stand_ins"]),
             dict(note["names"]),
             note["stats"],
-            Entry.from_json(note["entry"]),
+            Entry.from_json(entry),
             note["finite"],
         )
 

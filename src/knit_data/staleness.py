@@ -86,11 +86,21 @@ def statistics(versions: Array, means: Array, *, index: int, train_batch: int, c
     by_token = np.maximum(train_batch * clock.steps - means, 0) / clock.steps
     return {
         "staleness/mean": float(excess.mean()),
-        "staleness/p99": float(np.percentile(excess, 99)),
+        "staleness/p99": _p99(excess),
         "staleness/max": float(excess.max()),
         "staleness/token_mean": float(by_token.mean()),
         "staleness/steps_mean": float(np.maximum(signed, 0).mean()),
-        "staleness/steps_p99": float(np.percentile(np.maximum(signed, 0), 99)),
+        "staleness/steps_p99": _p99(np.maximum(signed, 0)),
         "staleness/signed_steps_mean": float(signed.mean()),
         "staleness/gap_mean": float((index - versions).mean()),
     }
+
+
+def _p99(values: Array) -> float:
+    """As np.percentile(values, 99), which takes as long as a whole small mini-batch otherwise takes: linear between
+    the neighbours of place 0.99 (n - 1), from the nearer one. Of [0, 1, 2]: place 1.98, hence 2 - 1 * 0.02."""
+    ordered = np.sort(values)
+    place = 0.99 * (len(ordered) - 1)
+    low, share = int(place), place - int(place)
+    a, b = float(ordered[low]), float(ordered[min(low + 1, len(ordered) - 1)])
+    return b - (b - a) * (1 - share) if share >= 0.5 else a + (b - a) * share

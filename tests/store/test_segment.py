@@ -18,7 +18,8 @@ from strategies import groups, same_tensor, same_trajectory
 
 import knit_data as kd
 from knit_data.errors import CorruptData, KnitError, ShortRead
-from knit_data.store.segment import HEAD_GUESS, encode, head_size
+from knit_data.infos import Table
+from knit_data.store.segment import HEAD_GUESS, decode_head, encode, head_size
 
 KEY = "segments/w/00000000.safetensors"
 
@@ -71,6 +72,20 @@ def test_every_trajectory_comes_back_bit_by_bit(members: list[kd.Trajectory]) ->
         assert info.loss_tokens == int((mask.float() != 0).sum())
         assert info.patches == sum(ref.media.cost for ref in member.media)
         assert ("loss_mask" in store.read(info).tokens) == any(m is not None for m in masks)
+
+
+def _cells(table: Table) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    parts = {f"{k}.{x}": getattr(v, x) for k, v in table.ragged.items() for x in ("data", "ptr")}
+    return {k: (v.dtype.str, v.shape, v.tobytes()) for k, v in {**table.columns, **parts}.items()}
+
+
+@settings(max_examples=50)
+@given(groups())
+def test_the_writer_knows_what_readers_will_find(members: list[kd.Trajectory]) -> None:
+    segment = encode(members, writer=3, segment=7, grouped=True)
+    found = decode_head(bytes(segment.parts[0]), writer=3, segment=7)
+    assert _cells(segment.table) == _cells(found) and _cells(segment.table.media) == _cells(found.media)
+    assert segment.table.schema == found.schema
 
 
 @settings(max_examples=50)

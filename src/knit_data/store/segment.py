@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ _CODES = {np.dtype(dtype): code for code, dtype in _NUMPY.items()}
 
 Buffer = bytes | memoryview
 Span = tuple[int, int, int, int]  # medium, start, length, placeholder id
+Bases = Mapping[str, int]  # column -> offset of its first byte in the file
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +53,21 @@ class Segment:
 
 def schema_of(trajectory: Trajectory) -> Schema:
     """The columns of one trajectory; a store takes only trajectories of one schema."""
-    fields = [Field(k, DTYPES[v.dtype], tuple(v.shape[1:])) for k, v in trajectory.tokens.items() if k != "loss_mask"]
+    fields = [_field(k, v.dtype, v.shape[1:], True) for k, v in trajectory.tokens.items() if k != "loss_mask"]
     scalars = []
     for name, raw in trajectory.values.items():
-        value = value_tensor(raw)
-        if value.ndim == 0:
-            scalars.append((name, DTYPES[value.dtype]))
+        if not isinstance(raw, torch.Tensor):
+            scalars.append((name, "F32"))
+        elif raw.ndim == 0:
+            scalars.append((name, DTYPES[value_tensor(raw).dtype]))
         else:
-            fields.append(Field(name, DTYPES[value.dtype], tuple(value.shape), per_token=False))
+            fields.append(_field(name, raw.dtype, raw.shape, False))
     return Schema(tuple(sorted(fields, key=lambda f: f.name)), tuple(sorted(scalars)))
+
+
+@lru_cache(maxsize=256)  # the same for every trajectory, and so compared by identity
+def _field(name: str, dtype: torch.dtype, shape: torch.Size, per_token: bool) -> Field:
+    return Field(name, DTYPES[dtype], tuple(shape), per_token)
 
 
 def check_schema(trajectory: Trajectory, schema: Schema, where: str) -> None:
@@ -89,30 +97,27 @@ def encode(
     masks = _masks(trajectories)
     media, refs = _distinct_media(trajectories)
     columns: list[tuple[str, str, list[int], list[Buffer]]] = []  # name, dtype, shape, one buffer per trajectory
-    total = sum(len(t.tokens["input_ids"]) for t in trajectories)
+    total = sum(t.tokens["input_ids"].shape[0] for t in trajectories)
     for f in schema.fields:
         raw = [t.tokens[f.name] if f.per_token else value_tensor(t.values[f.name]) for t in trajectories]
         rows = total if f.per_token else len(trajectories)
         columns.append((_column_name(f), f.dtype, [rows, *f.shape], [tensor_bytes(x) for x in raw]))
     if masks is not None:
-        code = DTYPES[masks[0].dtype]
-        columns.append(("tokens.loss_mask", code, [total], [tensor_bytes(m) for m in masks]))
+        columns.append(("tokens.loss_mask", DTYPES[masks[0].dtype], [total], [tensor_bytes(m) for m in masks]))
     table = _table(trajectories, schema, masks, columns, media, refs, grouped)
     for u, medium in enumerate(media):
         for name, tensor in sorted(medium.tensors.items()):
             columns.append((f"medium.{u}.{name}", DTYPES[tensor.dtype], list(tensor.shape), [tensor_bytes(tensor)]))
-    head, payload = _assemble(schema, table, columns, f"{writer}/{segment}", session)
-    located = decode_head(head, writer=writer, segment=segment)
-    return Segment([head, *(p for p in payload if len(p))], located)
+    head, payload, bases = _assemble(schema, table, columns, f"{writer}/{segment}", session)
+    return Segment([head, *(p for p in payload if len(p))], _located(table, bases, writer, segment))
 
 
 def head_size(head: bytes | bytearray | memoryview, where: str) -> int:
     """Bytes of header plus table, from the first bytes of a segment (a prefix of ``HEAD_GUESS`` bytes is enough)."""
-    length, meta = _header_length(head, where), 0
+    length = _header_length(head, where)
     if len(head) < 8 + length:
         return 8 + length  # header longer than the guess: read it first, then ask again
-    meta = int(_metadata(head, length, where)["info_bytes"])
-    return 8 + length + meta
+    return 8 + length + int(_metadata(head, length, where)["info_bytes"])
 
 
 def head_facts(head: bytes | bytearray | memoryview, where: str) -> tuple[int, str]:
@@ -139,19 +144,17 @@ def decode_head(head: bytes | bytearray | memoryview, *, writer: int, segment: i
             f"{where}: this file was written as segment {meta.get('place')} (writer/number), it was found as "
             f"{writer}/{segment}; somebody moved it. Restore the right one."
         )
-    header = json.loads(bytes(head[8 : 8 + length]))
-    schema = Schema.from_json(json.loads(meta["schema"]))
+    schema = _schema_in(meta["schema"])
     arrays: dict[str, Array] = {}
-    bases: dict[str, tuple[int, str, list[int]]] = {}
-    for name, spec in header.items():
+    bases: dict[str, int] = {}
+    for name, spec in _header(bytes(head[8:start])).items():
         if name == "__metadata__":
             continue
-        begin, end = spec["data_offsets"]
+        at = start + spec["data_offsets"][0]
         if name.startswith(("info.", "media.")):
-            flat = np.frombuffer(head, np.uint8, end - begin, start + begin).view(_NUMPY[spec["dtype"]])
-            arrays[name] = flat.reshape(spec["shape"])
+            arrays[name] = np.ndarray(spec["shape"], _NUMPY[spec["dtype"]], head, at)
         else:
-            bases[name] = (start + begin, spec["dtype"], spec["shape"])
+            bases[name] = at
     table = InfoTable.from_arrays(arrays, schema)
     versions, means = table.columns["policy_version"], table.columns["mean_policy_version"]
     if (versions < 0).any() or not (np.isfinite(means) & (means >= versions.astype(np.float64))).all():
@@ -216,7 +219,7 @@ def _table(
     grouped: bool,
 ) -> InfoTable:
     n = len(trajectories)
-    lengths = np.array([len(t.tokens["input_ids"]) for t in trajectories], np.int32)
+    lengths = np.array([t.tokens["input_ids"].shape[0] for t in trajectories], np.int32)
     loss = lengths - 1 if masks is None else np.array([int((m != 0).sum()) for m in masks], np.int32)
     sums = np.zeros((n, len(schema.fields) + 1), np.uint64)
     for c, (*_, buffers) in enumerate(columns):
@@ -235,7 +238,7 @@ def _table(
         "checksums": sums,
     }
     for name, code in schema.scalars:
-        cells[f"value.{name}"] = np.array([value_tensor(t.values[name]).item() for t in trajectories], _NUMPY[code])
+        cells[f"value.{name}"] = np.array([_number(t.values[name]) for t in trajectories], _NUMPY[code])
     attributes = attributes_json(trajectories[0].attributes)
     flat = np.array([span for row in refs for span in row], np.int64).reshape(-1, 4)
     ragged = {
@@ -255,6 +258,10 @@ def _table(
     return InfoTable(cells, ragged, schema, MediaTable(media_cells, media_ragged))
 
 
+def _number(value: torch.Tensor | float) -> float:
+    return value_tensor(value).item() if isinstance(value, torch.Tensor) else float(value)
+
+
 def _medium_hash(medium: Media) -> int:
     hasher = xxhash.xxh3_64()
     for _, tensor in sorted(medium.tensors.items()):
@@ -268,8 +275,8 @@ def _assemble(
     columns: Sequence[tuple[str, str, list[int], list[Buffer]]],
     place: str,
     session: str,
-) -> tuple[bytes, list[Buffer]]:
-    """The head (header and table), and the payload buffers in file order."""
+) -> tuple[bytes, list[Buffer], Bases]:
+    """The head (header and table), the payload buffers in file order, and where each column begins in the file."""
     arrays = table.arrays("info.")
     if len(table.media):
         arrays |= table.media.arrays("media.")
@@ -293,13 +300,24 @@ def _assemble(
         payload += buffers
         at += size
     meta = {"format": FORMAT, "info_bytes": str(info_bytes), "bytes": str(at), "place": place, "session": session}
-    meta["schema"] = json.dumps(schema.to_json())
+    meta["schema"] = _schema_text(schema)
     text = _PREFIX + b"0" * _HASH_LEN + b'",' + json.dumps(meta).encode()[1:] + b","
     text += json.dumps(header, separators=(",", ":")).encode()[1:]
     text = text.ljust(-(-(8 + len(text)) // 64) * 64 - 8)
     head = bytearray(len(text).to_bytes(8, "little") + text + b"".join(infos))
     head[_HASH_AT : _HASH_AT + _HASH_LEN] = _head_hash(memoryview(head)).encode()
-    return bytes(head), payload
+    start = 8 + len(text)
+    return bytes(head), payload, {name: start + header[name]["data_offsets"][0] for name, *_ in columns}
+
+
+@lru_cache(maxsize=16)
+def _schema_text(schema: Schema) -> str:
+    return json.dumps(schema.to_json())
+
+
+@lru_cache(maxsize=16)  # all segments of a store say the same
+def _schema_in(text: str) -> Schema:
+    return Schema.from_json(json.loads(text))
 
 
 def _head_hash(head: memoryview) -> str:
@@ -317,27 +335,32 @@ def _header_length(head: bytes | bytearray | memoryview, where: str) -> int:
     return length
 
 
+@lru_cache(maxsize=4)  # of a head that was just read its size, its table and its facts are asked for
+def _header(text: bytes) -> Mapping[str, Any]:
+    return dict(json.loads(text))
+
+
 def _metadata(head: bytes | bytearray | memoryview, length: int, where: str) -> Mapping[str, str]:
     try:
-        meta, _ = json.JSONDecoder().raw_decode(bytes(head[8 : 8 + length]).decode()[len('{"__metadata__":') :])
+        meta: Mapping[str, str] = _header(bytes(head[8 : 8 + length]))["__metadata__"]
         if meta["format"] == FORMAT and meta["info_bytes"].isdecimal() and meta["schema"]:
-            return dict(meta)
+            return meta
         found = meta["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CorruptData(f"{where}: the segment header cannot be read ({e}); restore or remove it.") from e
     raise CorruptData(f"{where}: format {found!r}, this version reads {FORMAT!r}; use the version that wrote it.")
 
 
-def _located(table: InfoTable, bases: Mapping[str, tuple[int, str, list[int]]], writer: int, segment: int) -> InfoTable:
+def _located(table: InfoTable, bases: Bases, writer: int, segment: int) -> InfoTable:
     """Add what follows from the place: addresses, and byte offsets of every row in every column."""
     n, schema, columns = len(table), table.schema, dict(table.columns)
     lengths = columns["n_tokens"].astype(np.int64)
     starts, items = np.cumsum(lengths) - lengths, np.arange(n)
     offsets = np.full((n, len(schema.fields) + 1), -1, np.int64)
     for c, f in enumerate(schema.fields):
-        offsets[:, c] = bases[_column_name(f)][0] + (starts if f.per_token else items) * f.row_bytes
+        offsets[:, c] = bases[_column_name(f)] + (starts if f.per_token else items) * f.row_bytes
     if "tokens.loss_mask" in bases:
-        offsets[:, -1] = bases["tokens.loss_mask"][0] + starts * int(columns["mask_bytes"][0])
+        offsets[:, -1] = bases["tokens.loss_mask"] + starts * int(columns["mask_bytes"][0])
     columns |= {
         "writer": np.full(n, writer, np.int32),
         "segment": np.full(n, segment, np.int64),
@@ -349,17 +372,15 @@ def _located(table: InfoTable, bases: Mapping[str, tuple[int, str, list[int]]], 
     return replace(table, columns=columns, media=_located_media(table.media, bases, writer, segment))
 
 
-def _located_media(
-    media: MediaTable, bases: Mapping[str, tuple[int, str, list[int]]], writer: int, segment: int
-) -> MediaTable:
-    if "tokens" not in media.columns:
+def _located_media(media: MediaTable, bases: Bases, writer: int, segment: int) -> MediaTable:
+    if not len(media.columns.get("tokens", ())):
         return empty_media()
     n, extents, counts = len(media), [], []
     for u, text in enumerate(media.ragged["parts"].texts()):
         parts = json.loads(text)
         for name, code, shape in parts:
             size = _TORCH[code].itemsize * int(np.prod(shape, dtype=np.int64))
-            extents.append((bases[f"medium.{u}.{name}"][0], size))
+            extents.append((bases[f"medium.{u}.{name}"], size))
         counts.append(len(parts))
     columns = dict(media.columns) | {"writer": np.full(n, writer, np.int32), "segment": np.full(n, segment, np.int64)}
     ragged = dict(media.ragged)
@@ -367,6 +388,7 @@ def _located_media(
     return MediaTable(columns, ragged)
 
 
+@lru_cache(maxsize=1)
 def empty_media() -> MediaTable:
     """The media table of text-only segments, which do not spend header bytes on one."""
     zero = np.zeros(0, np.int64)
