@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("store",),
     (
         *("stream", "truncate", "flights", "intake", "sampler"),
-        *("exchange", "share", "arena", "media", "batch", "collate", "prefetch"),
+        *("exchange", "share", "arena", "media", "batch", "collate", "prefetch", "reclaim"),
     ),
     ("surroundings", "grad_sync", "features", "minibatch", "encoder", "loader", "pacing", "simulation"),
     ("integrations", "__main__"),

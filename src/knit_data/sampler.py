@@ -30,7 +30,7 @@ from knit_data.policy import GroupPolicy
 from knit_data.quotas import Combination, Quotas
 from knit_data.seats import QuotaSeats
 from knit_data.staleness import Staleness
-from knit_data.stream import TrajectoryStream
+from knit_data.stream import TrajectoryStream, check_reachable
 
 _SLICE = 0.05
 _QUIET = 0.2  # seconds between two demands that differ only in what has come
@@ -235,6 +235,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._demanded: Outlook | None = None
         self._pace, self._starving = Pace(), False
         self._ledger, self._failure = ledger, None
+        check_reachable(store, ledger)
         self.stream.reset({"store": store.id, "writers": [[w, s, 0] for w, s in sorted(ledger.cursors().items())]})
         batch = [self._intake.reread(runs) for runs in ledger.opened]
         self._admission.restore(ledger.progress, ledger.counts, batch)
