@@ -42,9 +42,9 @@ class TrajectoryStore(Catalogue):
     ``url``: a folder that all hosts see, or ``memory://name`` inside one process. ``fsync``: survive a power cut, not
     only a crash. ``max_bytes``: a writer blocks while this many of its bytes are not reclaimed.
 
-    ``reclaim`` says when the trainer that opened it deletes what its ``TrajectoryLoader`` consumed; for writers it means
+    ``reclaim`` says when the trainer that opened it deletes what its ``TrajectoryLoader`` consumed; to writers it is
     nothing. "commit": when a checkpoint that covers it was given to ``loader.commit``, so that a resume from that one,
-    or from a later one, finds all it needs. "consumed": at once. It saves space, and is at most once across a rollback:
+    or from a later one, finds all it needs. "consumed": at once; it saves space, and is at most once across a rollback:
     what was trained after the checkpoint is gone, and loading that state raises StateError. "never": not at all, and
     any number of readers may share the store; in the other modes a second live trainer raises ConsumerConflict.
 
