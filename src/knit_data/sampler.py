@@ -226,6 +226,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     def _start(self, ledger: Ledger) -> None:
         store = self.stream.store
+        check_reachable(store, ledger)
         terms = Terms(self.group_size, self.quotas.attributes, self._seats().knows, self.policy, self.staleness is None)
         self._admission: Admission[Group] = Admission(self.sizes, self.quotas, self.staleness, self.seed)
         self._intake = Intake(terms, ledger, self._admission, store, self.max_tokens)
@@ -235,7 +236,6 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._demanded: Outlook | None = None
         self._pace, self._starving = Pace(), False
         self._ledger, self._failure = ledger, None
-        check_reachable(store, ledger)
         self.stream.reset({"store": store.id, "writers": [[w, s, 0] for w, s in sorted(ledger.cursors().items())]})
         batch = [self._intake.reread(runs) for runs in ledger.opened]
         self._admission.restore(ledger.progress, ledger.counts, batch)
