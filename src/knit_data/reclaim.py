@@ -80,9 +80,10 @@ class Reclaiming:
 
     def close(self) -> None:
         """The last work; the next consumer need not wait."""
-        self._done = {}  # what failed is tried again
-        with contextlib.suppress(ConsumerConflict):
-            self.work()
+        if self._consumer.held or not self._leads:
+            self._done = {}  # what failed is tried again
+            with contextlib.suppress(ConsumerConflict):
+                self.work()
         self.release()
 
     def release(self) -> None:

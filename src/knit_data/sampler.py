@@ -271,9 +271,10 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         elif now - self._waiting_since > self.timeout:
             raise WaitTimeout(
                 f"no mini-batch could be admitted for {self.timeout:g} s: {self.explain()} Are the rollout workers "
-                "alive, do they launch what store.demand() asks for (a RolloutPacer does), and do they have the "
-                f"weights of published version {self.stream.store.policy_version()}? Raise timeout to wait longer; "
-                "call store.seal() when no more will come."
+                "alive, do their puts wait for room (max_bytes, loader.commit), do they launch what store.demand() "
+                "asks for (a RolloutPacer does), and do they have the weights of published version "
+                f"{self.stream.store.policy_version()}? Raise timeout to wait longer; call store.seal() when no more "
+                "will come."
             )
         if timeout > 0:
             self._take(timeout)

@@ -47,7 +47,7 @@ class Consumer:
 
     def __init__(self, store: Catalogue) -> None:
         self.store, self._session = store, uuid.uuid4().hex[:16]
-        self._held, self._warned = False, False
+        self.held, self._warned = False, False
         self._beat, self._spoke = 0, -math.inf
         self._deleted: dict[int, int] = {}
         self._writers: dict[int, _Written] = {}
@@ -55,20 +55,20 @@ class Consumer:
     def claim(self) -> None:
         """Become the store's consumer, at once where the one before closed or there is none; else after watching it
         for 4 s. Raises ConsumerConflict if it lives."""
-        if self._held:
+        if self.held:
             return
         raw = self.store.backend.get(_KEY)
         if self._read(raw)["session"] is not None:
             raw = self._watch(raw)
         self._deleted, self._writers = self._read(raw)["deleted"], {}
         self._speak()
-        self._held = True
+        self.held = True
 
     def beat(self) -> None:
         """Call it often: says every 0.5 s that this consumer lives. Raises ConsumerConflict if another took over; a
         storage that does not answer is tried again at the next beat."""
         now = self.store.backend.now()
-        if not self._held or now - self._spoke < _BEAT:
+        if not self.held or now - self._spoke < _BEAT:
             return
         self._spoke = now
         try:
@@ -103,14 +103,14 @@ class Consumer:
 
     def release(self) -> None:
         """A clean end: the next consumer starts at once."""
-        if not self._held:
+        if not self.held:
             return
         try:
             self._check()
             self._speak(closed=True)
         except StoreError:
             pass  # taken over, or out of reach: a newcomer watches
-        self._held = False
+        self.held = False
 
     def _reclaim(self, writer: int, floor: int) -> None:
         w = self._writers.get(writer) or self._look_up(writer)

@@ -135,8 +135,6 @@ class StoreWriter:
         self._segments.append((number, names))
         self._sizes.append((number, size))
         self._held += size
-        if len(self._segments) % _REMEMBERED == 0:  # now and then: it is a look into the store
-            self._forget()
 
     def _forget(self) -> None:
         """What was reclaimed takes no room any more, and all but the last of it is forgotten."""
@@ -163,6 +161,8 @@ class StoreWriter:
                     self._recover()
                 if (repeated := self._repeated(trajectories, grouped)) is not None:
                     return repeated
+                if len(self._segments) % _REMEMBERED == _REMEMBERED - 1:  # now and then: it is a look into the store
+                    self._forget()
                 number = self._next
                 segment = encode(
                     trajectories, writer=self._number, segment=number, grouped=grouped, session=self._session
