@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("stream", "truncate", "flights", "intake", "sampler"),
         *("exchange", "share", "arena", "device", "frame", "blueprint", "media", "batch", "collate", "prefetch"),
+        "reclaim",
     ),
     ("surroundings", "grad_sync", "features", "minibatch", "encoder", "loader", "pacing", "simulation"),
     ("integrations", "__main__"),

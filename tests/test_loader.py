@@ -728,8 +728,8 @@ def test_a_crash_at_every_register_in_turn(operation):
                 got.append(read_through(mini))
             raise Crash("not reached")
         state = run.state_dict()
-        run.close()
         faults.clear()
+        run.close()
         with loader(store) as rest:
             rest.load_state_dict(state)
             assert got + [read_through(mini) for mini in rest] == want

@@ -187,6 +187,65 @@ def on_mesh(rank: int, world: int, url: str, shape: tuple[int, ...], dp: Any) ->
     return steps(rank, world, url, mesh=mesh, dp=dp)
 
 
+def reclaiming(rank: int, _world: int, url: str) -> Any:
+    """Rank 1 commits; rank 0, which deletes, does not hear of it otherwise. Both close before rank 0 does."""
+    run = loader(kd.TrajectoryStore(url), train_batch_size=4, epochs=2)
+    got, states = [], []
+    for mini in run:
+        got.append(read_through(mini)[2])
+        states.append(run.state_dict())
+        if len(got) == 6:
+            break
+    if rank == 1:
+        run.commit(states[3])
+        run.close()
+    dist.barrier()
+    run.close()
+    return [got, states[3]]
+
+
+def test_a_commit_from_any_rank_reaches_the_one_that_deletes(tmp_path, two):
+    store = fill(kd.TrajectoryStore(tmp_path / "store"), 8)
+    (_, state), (_, same) = ok(two.run(reclaiming, store.url))
+    assert state == same
+    floors = {writer: at for writer, at, _ in state["writers"]}
+    assert floors == {0: 2, 1: 2} == {w: store.floor(w) for w in range(2)}
+    for w in range(2):
+        assert len(list((tmp_path / f"store/segments/w{w}").iterdir())) == 2
+    options = {"state": json.dumps(state), "changes": {"train_batch_size": 4, "epochs": 2}}
+    results = ok(two.run(with_options, store.url, options))
+    assert [len(r) for r in results] == [4, 4]  # two passes over the second train batch
+
+
+def consuming(rank: int, _world: int, url: str, ahead: int) -> Any:
+    """Rank 1 is in its second pass over the first mini-batch until rank 0 has trained on so many."""
+    out, floors = [], [-1]
+    store = kd.TrajectoryStore(url, reclaim="consumed")
+    run = loader(store, options={"prefetch": 0})
+    for mini in run:
+        out.append(read_through(mini)[2])
+        if rank == 0 and len(out) == ahead:
+            floors = [store.floor(w) for w in range(2)]
+            store.backend.put("registers/there", b"")
+        while rank and len(out) == 1 and not store.exists(["registers/there"], 1.0)[0]:
+            pass
+        again = [info.id for micro in mini.micro_batches() for info in micro.infos]
+        assert sorted(again) == out[-1]
+    if rank:
+        run.close()
+    dist.barrier()
+    run.close()
+    return [out, floors]
+
+
+def test_what_one_rank_still_reads_is_not_deleted(tmp_path, two):
+    store = fill(kd.TrajectoryStore(tmp_path / "store"), 24)
+    (first, floors), (second, _) = ok(two.run(consuming, store.url, 6))
+    assert floors == [0, 0]
+    assert len({name for ids in (*first, *second) for name in ids}) == 96
+    assert [store.floor(w) for w in range(2)] == [12, 12]
+
+
 @pytest.mark.parametrize(
     ("shape", "dp", "parts"), [((2, 1), "dp", 2), ((1, 2), "dp", 1), ((1, 2), ["tp"], 2), ((1, 2), None, 2)]
 )

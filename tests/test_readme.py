@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import knit_data as kd
 from knit_data.seats import QuotaSeats
@@ -80,6 +81,18 @@ def test_the_readme_launches(tmp_path, monkeypatch):
     whole = len(trained) // 32  # train batches of 4 groups of 8; one that the seal cut short promises no quota
     assert whole >= 2
     assert all(trained[32 * k : 32 * (k + 1)].count("math") == 16 for k in range(whole))
+
+
+def test_the_readme_reclaims():
+    from makers import fill, loader, read_through
+
+    store = fill(kd.TrajectoryStore("memory://"), 24)
+    saved: list[dict[str, Any]] = []
+    with loader(store, options={"prefetch": 0}) as run:
+        exec(compile(BLOCKS[-1], "README.md", "exec"), {"loader": run, "train_on": read_through, "save": saved.append})
+    assert len(saved) == 3
+    assert [store.floor(w) for w in range(2)] == [12, 12]
+    assert not any(store.exists([store.segment_key(f"w{w}", n) for w in range(2) for n in range(12)]))
 
 
 def test_the_readme_mixes():

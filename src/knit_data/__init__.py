@@ -8,6 +8,7 @@ from knit_data.batch import MicroBatch
 from knit_data.demand import Demand
 from knit_data.encoder import SharedEncoder
 from knit_data.errors import (
+    ConsumerConflict,
     CorruptData,
     InvalidArgument,
     InvalidGroup,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdmittedMiniBatch",
+    "ConsumerConflict",
     "CorruptData",
     "Demand",
     "GroupPolicy",

@@ -14,6 +14,7 @@
         ├── Unreachable     OSError       the storage did not answer
         ├── CorruptData                   bytes do not match their checksum, or are not our format
         ├── WriterConflict                another live writer uses this name
+        ├── ConsumerConflict              another live trainer reclaims this store
         └── StoreClosed                   the store was sealed or finished; nothing was written
 
 A message says what was asked, what was found and what to do, with the values.
@@ -80,6 +81,10 @@ class CorruptData(StoreError):
 
 class WriterConflict(StoreError):
     """Two live writers use one name."""
+
+
+class ConsumerConflict(StoreError):
+    """Two live trainers would reclaim one store."""
 
 
 class StoreClosed(StoreError):

@@ -8,6 +8,7 @@ over all ranks. No collective once it is built, no pickle, no long wait inside t
     late/<g>/<i>    rank 0 still waits for data: hand i out unseen           want/<g>/<i>     a rank asks for i
     start           g, and digest of the state that rank 0 starts from      bye/<rank>       rank has closed
     hello/<rank>    the same of another rank
+    settled/<g>/<i> how many other ranks have consumed mini-batch i         commit/<g>/<n>   what a checkpoint let go of
     error/<g>       what failed on a rank, for those that still read; of rank 0 also a message, for the next admission
 
 g counts the restarts by ``load_state_dict``.
@@ -22,7 +23,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Exchange:
         running = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
         self.dp_rank, self.dp_size = _data_parallel(mesh, dp, self.rank, self.world)
-        self.generation = 0
+        self.generation, self._heard = 0, 0
         self._published = self._late = -1
         self._failed = False  # the last message was an error
         self._start, self._strangers = "", set[int]()
@@ -63,7 +64,7 @@ class Exchange:
 
     def begin(self, state: Mapping[str, Any]) -> None:
         """Every rank says what it starts from; see ``compare``."""
-        self._start = f"{self.generation} {_hash(json.dumps(state, sort_keys=True))}"
+        self._start = f"{self.generation} {hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()}"
         self._strangers = set(range(1, self.world)) if self.rank == 0 else {0}
         if self.world > 1:
             self._set(f"hello/{self.rank}" if self.rank else "start", self._start.encode())
@@ -96,6 +97,21 @@ class Exchange:
     def wanted(self, i: int) -> bool:
         """Whether another rank asked for mini-batch i."""
         return self.rank == 0 and self.world > 1 and self._check(f"want/{self.generation}/{i}")
+
+    def all_settled(self, i: int) -> bool:
+        """Whether every other rank has consumed mini-batch i; asked until it is so."""
+        key = f"settled/{self.generation}/{i}"
+        if self.world > 1 and self._add(key, 0) < self.world - 1:
+            return False
+        self._delete(key)
+        return True
+
+    def floors(self) -> Iterator[dict[int, int]]:
+        """What the others sent."""
+        while self.world > 1 and self._check(key := f"commit/{self.generation}/{self._heard + 1}"):
+            self._heard += 1
+            yield dict(json.loads(self._get(key)))
+            self._delete(key)
 
     # -- the others -------------------------------------------------------------------------------------------------
 
@@ -155,12 +171,21 @@ class Exchange:
         _mark_told(error)
         return error
 
+    def settle(self, i: int) -> None:
+        """This rank has consumed mini-batch i."""
+        self._add(f"settled/{self.generation}/{i}", 1)
+
+    def send_floors(self, floors: Mapping[int, int]) -> None:
+        """To rank 0: what a durable checkpoint does not need."""
+        number = self._add(f"commits/{self.generation}", 1)
+        self._set(f"commit/{self.generation}/{number}", json.dumps(list(floors.items())).encode())
+
     # -- all --------------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
         self.generation += 1
         self._published = self._late = -1
-        self._failed = False
+        self._heard, self._failed = 0, False
 
     def report(self, error: BaseException) -> None:
         """Let the other ranks know that this one failed, unless they know it already."""
@@ -222,8 +247,7 @@ class Exchange:
         for key in self._unread:
             _, generation, i, _ = key.split("/")
             if int(generation) < self.generation or int(i) <= least:
-                with contextlib.suppress(RuntimeError):
-                    self._store().delete_key(key)
+                self._delete(key)
             else:
                 keep.append(key)
         self._unread = keep
@@ -281,6 +305,14 @@ class Exchange:
     def _check(self, key: str, client: TCPStore | None = None) -> bool:
         with self._mapped():
             return bool(self._store(client).check([key]))
+
+    def _add(self, key: str, number: int) -> int:
+        with self._mapped():
+            return int(self._store().add(key, number))
+
+    def _delete(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store().delete_key(key)
 
     @contextlib.contextmanager
     def _mapped(self) -> Any:
@@ -365,7 +397,3 @@ def _on_any_backend(data: torch.Tensor, collective: Callable[[torch.Tensor], Any
         data = data.to(torch.device("cuda", torch.cuda.current_device()))
         collective(data)
     return data.cpu()
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -110,6 +110,15 @@ class Ledger:
         """Per writer the first segment with an item that has no fate yet."""
         return dict(self._next)
 
+    def floors(self) -> dict[int, int]:
+        """Per writer the first segment that a run which stands here may still read: one with a row without a fate, or
+        with a group of the open train batch, for its later passes."""
+        floors = dict(self._next)
+        for runs in self.opened:
+            for writer, segment, *_ in runs:
+                floors[writer] = min(floors.get(writer, 0), segment)
+        return floors
+
     def open_rows(self, table: InfoTable) -> Array:
         """Rows of one segment's table that have no fate yet."""
         writer, segment, _ = table[0].address

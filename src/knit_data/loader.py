@@ -19,9 +19,11 @@ from knit_data.device import DeviceArenas
 from knit_data.errors import InvalidArgument, UsageError
 from knit_data.exchange import Exchange
 from knit_data.groups import REASONS
+from knit_data.ledger import Progress
 from knit_data.minibatch import MiniBatch, as_fields
 from knit_data.planning import Layout, Padding, longest_that_fits
 from knit_data.prefetch import Prefetcher
+from knit_data.reclaim import Beside, Reclaiming
 from knit_data.sampler import QuotaSampler
 from knit_data.share import End, Follow, Lead
 
@@ -81,6 +83,7 @@ class TrajectoryLoader:
         self.on_corrupt = on_corrupt
         self._ledger = sampler.ledger_of()
         self._exchange = Exchange(mesh, dp, self._config())
+        self._reclaiming = Reclaiming(sampler.stream.store, self._exchange, self._ledger)
         self._state: dict[str, Any] | None = None
         self._running: Prefetcher | None = None
         self._closed = False
@@ -160,10 +163,25 @@ class TrajectoryLoader:
         self._halt()
         self._exchange.restart()
         self._ledger, self._state = ledger, dict(state)
+        self._reclaiming.restart(ledger)
         self._exhausted, self._ended = False, None
         self._era += 1
         self._rewind()
         self._zero()
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """This checkpoint is durable: what it consumed may be reclaimed.
+
+        Call it on any rank, or on all, before ``close``, when the weights and this ``state`` can be read again by
+        whoever resumes. Segments go soon after, once no rank reads them any more. A state older than one committed
+        before changes nothing; with ``reclaim="never"`` none does. Raises StateError for a state of another store, or
+        of a mini-batch that this loader has not consumed.
+        """
+        if self._closed:
+            raise UsageError("commit after close: the loader is closed; commit before, or let the next run do it.")
+        self._reclaiming.commit(self.sampler.ledger_of(state), self._consumed())
+        if self._running is None or not self.prefetch:
+            self._reclaiming.work()  # else the thread does, between its reads
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
@@ -188,6 +206,7 @@ class TrajectoryLoader:
             ahead = sum(n.n_groups for n in unused if n.epoch == 0)
             self._account(End(self.sampler.left_over() + ahead, self.sampler.dropped(), unseen=False))
         self._halt()
+        self._reclaiming.close()
         self._exchange.close()
 
     def __enter__(self) -> TrajectoryLoader:
@@ -209,9 +228,9 @@ class TrajectoryLoader:
             else:
                 self._exchange.begin(self._ledger.state())
                 admit = Follow(self._exchange)
-            collate = self._collator()
-            self._running = Prefetcher(admit, collate, self._exchange, self.prefetch, f"knit-loader-{next(_names)}")
-            self._reaper = weakref.finalize(self, self._running.close)
+            work, name = Beside(admit, self._reclaiming), f"knit-loader-{next(_names)}"
+            self._running = Prefetcher(work, self._collator(), self._exchange, self.prefetch, name)
+            self._reaper = weakref.finalize(self, _let_go, self._running, self._reclaiming)
         return self._running
 
     def _collator(self) -> Collator:
@@ -228,6 +247,7 @@ class TrajectoryLoader:
                     "this sampler has admitted mini-batches already, for another loader or by next(); build a new "
                     "stream and sampler, and go on with load_state_dict(state)."
                 )
+            self._reclaiming.claim()
             self.sampler.reset(self._state)
             self._ledger = self.sampler.ledger_of(self.sampler.get_state())
             self._exchange.begin(self._ledger.state())
@@ -305,8 +325,16 @@ class TrajectoryLoader:
             assert mini.live is not None
             self._ledger.apply(mini.live.share.entry)
             self._settled += 1
+            self._reclaiming.settled(mini.number, self._ledger)
             if self._running is not None:
                 self._running.forget(mini.number)
+
+    def _consumed(self) -> Progress:
+        """What comes after the mini-batches that were iterated to their end."""
+        at, progress = self._settled, self._ledger.progress
+        while (mini := self._finished_minis.get(at)) is not None and mini.live is not None:
+            at, progress = at + 1, mini.live.share.entry.progress
+        return progress
 
     def _end(self, end: End | None = None) -> None:
         self._exhausted = True
@@ -327,6 +355,7 @@ class TrajectoryLoader:
         return {
             **self._ledger.terms,
             "store": sampler.stream.store.id,
+            "reclaim": sampler.stream.store.reclaim,
             "follow": sampler.stream.follow,
             "max_staleness": repr(sampler.staleness),
             "max_tokens_per_micro_batch": self.max_tokens,
@@ -336,6 +365,11 @@ class TrajectoryLoader:
             "prefetch": self.prefetch,
             "on_corrupt": self.on_corrupt,
         }
+
+
+def _let_go(running: Prefetcher, reclaiming: Reclaiming) -> None:
+    running.close()
+    reclaiming.release()
 
 
 def _resolved(device: str | torch.device) -> torch.device:

@@ -30,7 +30,7 @@ from knit_data.policy import GroupPolicy
 from knit_data.quotas import Combination, Quotas
 from knit_data.seats import QuotaSeats
 from knit_data.staleness import Staleness
-from knit_data.stream import TrajectoryStream
+from knit_data.stream import TrajectoryStream, check_reachable
 
 _SLICE = 0.05
 _QUIET = 0.2  # seconds between two demands that differ only in what has come
@@ -226,6 +226,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     def _start(self, ledger: Ledger) -> None:
         store = self.stream.store
+        check_reachable(store, ledger)
         terms = Terms(self.group_size, self.quotas.attributes, self._seats().knows, self.policy, self.staleness is None)
         self._admission: Admission[Group] = Admission(self.sizes, self.quotas, self.staleness, self.seed)
         self._intake = Intake(terms, ledger, self._admission, store, self.max_tokens)
@@ -270,9 +271,10 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         elif now - self._waiting_since > self.timeout:
             raise WaitTimeout(
                 f"no mini-batch could be admitted for {self.timeout:g} s: {self.explain()} Are the rollout workers "
-                "alive, do they launch what store.demand() asks for (a RolloutPacer does), and do they have the "
-                f"weights of published version {self.stream.store.policy_version()}? Raise timeout to wait longer; "
-                "call store.seal() when no more will come."
+                "alive, do their puts wait for room (max_bytes, loader.commit), do they launch what store.demand() "
+                "asks for (a RolloutPacer does), and do they have the weights of published version "
+                f"{self.stream.store.policy_version()}? Raise timeout to wait longer; call store.seal() when no more "
+                "will come."
             )
         if timeout > 0:
             self._take(timeout)

@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode
 
 from knit_data.errors import InvalidArgument, KeyMissing, StateError
 from knit_data.infos import Array, InfoTable, TrajectoryInfo
-from knit_data.ledger import Runs
+from knit_data.ledger import Ledger, Runs
 from knit_data.store.store import TrajectoryStore
 
 _SLICE = 0.05  # seconds a wait may last before a stop is noticed
@@ -241,6 +241,21 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             if not yes:
                 break
         return out
+
+
+def check_reachable(store: TrajectoryStore, ledger: Ledger) -> None:
+    """Raise StateError if a segment that a run from there must read was reclaimed. A state that has consumed nothing
+    starts at what there is."""
+    needed, writer = ledger.floors(), 0
+    while needed and (claim := store.claim(writer)) is not None:
+        floor, first = store.floor(writer), needed.get(writer, 0)
+        if floor > first:
+            raise StateError(
+                f"{store.url}: this state still needs segment {first} of writer {claim['name']!r}, and those below "
+                f"{floor} are reclaimed: a later checkpoint was committed, or reclaim='consumed' deleted what was "
+                "trained after this one. Load the state that was committed last, or start without one on what is left."
+            )
+        writer += 1
 
 
 def stored(store: TrajectoryStore, runs: Runs) -> Iterator[tuple[InfoTable, Array]]:

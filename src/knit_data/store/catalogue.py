@@ -7,7 +7,8 @@ segments/<name>/<n>.safetensors  numbered densely per writer; immutable; its app
 sealing.json                     no put counts any more unless seal counts it
 ends/<m>.json                    how many segments writer m has in all
 sealed.json  finished.json       no more data will come; no more data is needed
-registers/...                    policy_version, demand, floor.<m>, launchers, inflight.<i>: small, the last write wins
+registers/...                    policy_version, demand, floor.<m>, consumer, launchers, inflight.<i>: small, the last
+                                 write wins
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Catalogue:
     def schema(self) -> Schema | None:
         """The columns of this store; None before the first put."""
         if self._schema is None and (data := self._json("schema.json")) is not None:
-            with self._understood("schema.json"):
+            with self.understood("schema.json"):
                 self._schema = Schema.from_json(data)
         return self._schema
 
@@ -90,7 +91,7 @@ class Catalogue:
         key = f"writers/{writer}.json"
         data = self._json(key)
         if data is not None:
-            with self._understood(key):
+            with self.understood(key):
                 data = {"name": check_writer(data["name"]), "first": check_count(data["first"])}
         return data
 
@@ -101,7 +102,7 @@ class Catalogue:
     def register(self, name: str) -> int:
         """A number that anyone may overwrite; 0 before that."""
         raw = self.backend.get(f"registers/{name}")
-        with self._understood(f"registers/{name}"):
+        with self.understood(f"registers/{name}"):
             return check_count(int(raw)) if raw else 0
 
     def seal(self) -> None:
@@ -119,7 +120,7 @@ class Catalogue:
         data = self._json("sealed.json")
         if data is None:
             return None
-        with self._understood("sealed.json or an end beside it"):
+        with self.understood("sealed.json or an end beside it"):
             writers = check_count(data["writers"])
             return [check_count(self._required(f"ends/{m}.json")["count"]) for m in range(writers)]
 
@@ -183,7 +184,7 @@ class Catalogue:
             raise CorruptData(f"{self.url}: {key} is not a JSON object: {raw[:80]!r}; restore it.") from e
 
     @contextmanager
-    def _understood(self, key: str) -> Iterator[None]:
+    def understood(self, key: str) -> Iterator[None]:
         """What a damaged small file makes of our reading it is CorruptData."""
         try:
             yield

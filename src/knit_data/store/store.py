@@ -40,8 +40,13 @@ class TrajectoryStore(Catalogue):
     """Where rollout workers put trajectories and trainers read them.
 
     ``url``: a folder that all hosts see, or ``memory://name`` inside one process. ``fsync``: survive a power cut, not
-    only a crash. ``max_bytes``: a writer blocks while this many of its bytes are not reclaimed. This release deletes
-    nothing, whatever ``reclaim`` says, so that ``max_bytes`` is all that a writer may write.
+    only a crash. ``max_bytes``: a writer blocks while this many of its bytes are not reclaimed.
+
+    ``reclaim`` says when the trainer that opened it deletes what its ``TrajectoryLoader`` consumed; to writers it is
+    nothing. "commit": when a checkpoint that covers it was given to ``loader.commit``, so that a resume from that one,
+    or from a later one, finds all it needs. "consumed": at once; it saves space, and is at most once across a rollback:
+    what was trained after the checkpoint is gone, and loading that state raises StateError. "never": not at all, and
+    any number of readers may share the store; in the other modes a second live trainer raises ConsumerConflict.
 
     >>> store = TrajectoryStore("memory://")
     >>> with store.writer("rollout-0") as writer:
@@ -95,7 +100,7 @@ class TrajectoryStore(Catalogue):
         data = self._json("registers/demand")
         if data is None:
             return None
-        with self._understood("registers/demand"):
+        with self.understood("registers/demand"):
             return kind.from_json(data)
 
     def finished(self) -> bool:
@@ -141,7 +146,7 @@ class TrajectoryStore(Catalogue):
         out = []
         for key in (f"registers/inflight.{i}" for i in range(count)):
             data = self._json(key) or {"beat": 0, "launches": []}
-            with self._understood(key):
+            with self.understood(key):
                 launches = []
                 for group, attributes, version in data["launches"]:
                     named = {str(name): str(value) for name, value in attributes.items()}

@@ -23,12 +23,17 @@ from knit_data.store.catalogue import Catalogue, check_writer
 from knit_data.store.segment import check_schema, encode, schema_of
 from knit_data.trajectory import Trajectory, check_group
 
+_REMEMBERED = 256  # reclaimed segments whose ids are still known
+_AHEAD = 32  # segment heads read in one batch while catching up
+
 
 class StoreWriter:
     """Puts trajectories; one segment file a put. Threads may share it; other live writers need other names.
 
     Repeating a put of equal content is a no-op that returns the first one's infos, also after a restart, so a
-    worker that does not know whether its last put arrived simply repeats it.
+    worker that does not know whether its last put arrived simply repeats it. Of what the trainer reclaimed a writer
+    remembers the last 256 puts, and none after a restart: a repeat from before those is written again, and the
+    sampler, which remembers what it trained for the staleness window, drops it as a duplicate.
     """
 
     def __init__(self, store: Catalogue, name: str, max_bytes: int | None = None) -> None:
@@ -43,8 +48,12 @@ class StoreWriter:
         self._session = uuid.uuid4().hex[:16]
         self._lock = threading.Lock()
         self._known: dict[str, tuple[int, int, int]] = {}  # id -> fingerprint, segment, item
-        self._sizes: deque[tuple[int, int]] = deque()  # (segment, bytes), not reclaimed
-        self._number, self._next = self._claim()
+        self._segments: deque[tuple[int, list[str]]] = deque()  # those with ids in _known
+        self._sizes: deque[tuple[int, int]] = deque()  # (segment, bytes), not reclaimed as far as was seen
+        self._held = 0  # their sum
+        self._number, first = self._claim()
+        self._floor = self.store.floor(self._number)
+        self._next = max(first, self._floor)
         self._catch_up(owned=False)
         self._unsure = False  # whether a put may have arrived that was not confirmed
 
@@ -56,7 +65,8 @@ class StoreWriter:
         """Make a whole group visible at once.
 
         Raises ``InvalidTrajectory`` naming the first one that cannot be trained on, ``StoreClosed`` after seal or
-        finish, ``WaitTimeout`` if ``max_bytes`` stay unreclaimed; nothing is written then.
+        finish, ``WaitTimeout`` if there was no room below ``max_bytes`` for ``timeout`` seconds; nothing is written
+        then.
         """
         if isinstance(trajectories, Trajectory) or not isinstance(trajectories, Iterable):
             raise InvalidTrajectory(
@@ -96,28 +106,46 @@ class StoreWriter:
 
         The floor is read after a segment was found missing: what was reclaimed meanwhile must not be written again.
         """
+        ahead = 1
         while True:
-            (head,) = self.store.heads([(self._number, self.name, self._next)])
-            if isinstance(head, KeyMissing):
-                if (floor := self.store.floor(self._number)) <= self._next:
-                    return
-                self._next = floor
+            for head in self.store.heads([(self._number, self.name, self._next + i) for i in range(ahead)]):
+                if isinstance(head, KeyMissing):
+                    break
+                if isinstance(head, Exception):
+                    raise head
+                table, size, session = head
+                if owned and session != self._session:
+                    raise WriterConflict(
+                        f"writer {self.name!r}: segment {self._next} was written by another process. Two live writers "
+                        "use one name; give each its own. This group was not written."
+                    )
+                self._remember(table, self._next, size)
+                self._next += 1
+            else:
+                ahead = min(2 * ahead, _AHEAD)
                 continue
-            if isinstance(head, Exception):
-                raise head
-            table, size, session = head
-            if owned and session != self._session:
-                raise WriterConflict(
-                    f"writer {self.name!r}: segment {self._next} was written by another process. Two live writers "
-                    "use one name; give each its own. This group was not written."
-                )
-            self._remember(table, self._next, size)
-            self._next += 1
+            if (floor := self.store.floor(self._number)) <= self._next:
+                return
+            self._next = floor
 
     def _remember(self, table: InfoTable, number: int, size: int) -> None:
-        for item, (name, mark) in enumerate(zip(table.ragged["id"].texts(), table.fingerprints(), strict=True)):
+        names = table.ragged["id"].texts()
+        for item, (name, mark) in enumerate(zip(names, table.fingerprints(), strict=True)):
             self._known[name] = (mark, number, item)
+        self._segments.append((number, names))
         self._sizes.append((number, size))
+        self._held += size
+
+    def _forget(self) -> None:
+        """What was reclaimed takes no room any more, and all but the last of it is forgotten."""
+        self._floor = self.store.floor(self._number)
+        while self._sizes and self._sizes[0][0] < self._floor:
+            self._held -= self._sizes.popleft()[1]
+        while self._segments and self._segments[0][0] < self._floor - _REMEMBERED:
+            number, names = self._segments.popleft()
+            for name in names:
+                if self._known[name][1] == number:
+                    del self._known[name]
 
     # -- putting ----------------------------------------------------------------------------------------------------
 
@@ -133,6 +161,8 @@ class StoreWriter:
                     self._recover()
                 if (repeated := self._repeated(trajectories, grouped)) is not None:
                     return repeated
+                if len(self._segments) % _REMEMBERED == _REMEMBERED - 1:  # now and then: it is a look into the store
+                    self._forget()
                 number = self._next
                 segment = encode(
                     trajectories, writer=self._number, segment=number, grouped=grouped, session=self._session
@@ -226,18 +256,17 @@ class StoreWriter:
                 f"group {first.group!r} of trajectory {first.id!r} takes {size} bytes, max_bytes is {limit}; raise it."
             )
         deadline = self.store.backend.now() + timeout
-        while True:
-            floor = self.store.floor(self._number)
-            while self._sizes and self._sizes[0][0] < floor:
-                self._sizes.popleft()
-            held = sum(n for _, n in self._sizes)
-            if held + size <= limit:
+        while self._held + size > limit:
+            self._forget()
+            if self._held + size <= limit:
                 return
             left = deadline - self.store.backend.now()
             if left <= 0:
                 raise WaitTimeout(
-                    f"writer {self.name!r}: {held} of max_bytes={limit} are not reclaimed after {timeout:g} s, group "
-                    f"{first.group!r} needs {size} more. This release deletes nothing: raise max_bytes or leave it."
+                    f"writer {self.name!r}: {self._held} of max_bytes={limit} are not reclaimed after {timeout:g} s, "
+                    f"group {first.group!r} needs {size} more; it was not written, put it again. The trainer makes "
+                    "room: after each loader.commit(state), or with reclaim='consumed' as it trains. Is it alive? "
+                    "Else raise max_bytes above what comes between two commits, or commit more often."
                 )
             self.store.exists(["finished.json", "sealing.json"], min(left, 0.5))
             self._refuse_if_closed()

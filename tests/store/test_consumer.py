@@ -1,0 +1,222 @@
+"""Who may delete from a store, and that floors go before files, whatever breaks in between."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from makers import trajectory
+from places import Watched, moments, timeless, watched
+
+import knit_data as kd
+from knit_data.errors import ConsumerConflict, CorruptData, Unreachable
+from knit_data.store.consumer import Consumer
+from knit_data.store.memory import Crash, Fault, ManualClock
+
+KEY = "registers/consumer"
+
+
+def filled(segments: int = 6) -> tuple[kd.TrajectoryStore, ManualClock]:
+    """Writers 0 and 1, w0 and w1, with so many segments each."""
+    store, clock = timeless()
+    for w in range(2):
+        with store.writer(f"w{w}") as writer:
+            for i in range(segments):
+                writer.put(trajectory(f"{w}/{i}"))
+    return store, clock
+
+
+def left(store: kd.TrajectoryStore, writer: int, count: int = 6) -> list[int]:
+    there = [store.exists([store.segment_key(f"w{writer}", n)])[0] for n in range(count)]
+    return [n for n, yes in enumerate(there) if yes]
+
+
+def again(store: kd.TrajectoryStore) -> kd.TrajectoryStore:
+    return kd.TrajectoryStore(store.url)
+
+
+class Meanwhile(Watched):
+    """While somebody waits, something happens."""
+
+    def __init__(self, store: kd.TrajectoryStore, happens: Callable[[], Any]) -> None:
+        super().__init__(store.backend, happens=happens)
+        store.backend = self  # type: ignore[assignment]
+
+    def wait(self, keys: list[str], timeout: float) -> list[bool]:
+        found = self.inner.wait(keys, timeout)
+        self._happen()
+        return found
+
+
+# -- who --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_consumer_and_one_after_a_clean_end_wait_for_nothing() -> None:
+    store, clock = filled()
+    before = clock.now()
+    for floor in (2, 3):
+        consumer = Consumer(again(store))
+        consumer.claim()
+        consumer.reclaim({0: floor})
+        consumer.release()
+        assert left(store, 0) == list(range(floor, 6))
+    assert clock.now() == before
+
+
+def test_one_that_died_is_watched_for_four_seconds_and_finds_out_before_it_deletes() -> None:
+    store, clock = filled()
+    old, new = Consumer(store), Consumer(again(store))
+    old.reclaim({0: 1})
+    before = clock.now()
+    new.claim()
+    assert clock.now() - before == 4.0
+    for call in (lambda: old.reclaim({0: 4, 1: 4}), lambda: old.reclaim({0: 4}), old.beat):
+        clock.advance(1.0)
+        with pytest.raises(ConsumerConflict, match="another trainer that reclaims took over"):
+            call()
+    assert (store.floor(0), store.floor(1)) == (1, 0)
+    assert (left(store, 0), left(store, 1)) == ([1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
+    old.release()  # it is the other's now
+    new.reclaim({0: 2})
+    assert left(store, 0) == [2, 3, 4, 5]
+
+
+def test_a_live_one_refuses_the_newcomer_and_goes_on() -> None:
+    store, _ = filled()
+    old = Consumer(again(store))
+    old.claim()
+    Meanwhile(store, old.beat)
+    for _ in range(2):
+        with pytest.raises(ConsumerConflict, match=r"reclaims lives; one may: close its loader.*reclaim='never'"):
+            Consumer(store).reclaim({0: 3})
+    assert store.floor(0) == 0
+    old.reclaim({0: 2})
+    assert left(store, 0) == [2, 3, 4, 5]
+
+
+def test_one_that_closes_while_it_is_watched_gives_way_at_once() -> None:
+    store, clock = filled()
+    old, new = Consumer(again(store)), Consumer(store)
+    old.reclaim({0: 2})
+    Meanwhile(store, old.release)
+    before = clock.now()
+    new.claim()
+    assert clock.now() - before == 0.5
+    deletes = watched(store)
+    new.reclaim({0: 4})
+    assert [keys for name, (keys, *_) in deletes.calls if name == "delete"] == [
+        [store.segment_key("w0", 2), store.segment_key("w0", 3)]
+    ]
+
+
+def test_it_speaks_twice_a_second_however_often_it_is_asked() -> None:
+    store, clock = filled()
+    consumer = Consumer(store)
+    consumer.beat()
+    assert store.backend.get(KEY) is None  # nothing was claimed
+    consumer.claim()
+    backend = watched(store)
+    for _ in range(100):
+        clock.advance(0.125)
+        consumer.beat()
+    assert sum(name == "put" for name, _ in backend.calls) == 25
+
+
+def test_a_beat_that_the_storage_does_not_take_is_made_up_for() -> None:
+    store, clock = filled()
+    consumer = Consumer(store)
+    consumer.claim()
+    before = store.backend.get(KEY)
+    store.backend.faults.append(Fault("put", KEY, error=Unreachable("down")))  # type: ignore[attr-defined]
+    clock.advance(1.0)
+    consumer.beat()
+    assert store.backend.get(KEY) == before
+    clock.advance(1.0)
+    consumer.beat()
+    assert store.backend.get(KEY) != before
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"{}", b"\xff", b'{"session": "s", "deleted": {"0": -1}}'])
+def test_a_damaged_register_is_named(raw: bytes) -> None:
+    store, _ = filled()
+    store.backend.put(KEY, raw)
+    with pytest.raises(CorruptData, match="registers/consumer is damaged"):
+        Consumer(store).claim()
+
+
+# -- how ---------------------------------------------------------------------------------------------------------------
+
+
+def test_one_delete_a_writer_and_no_floor_is_lowered() -> None:
+    store, _ = filled()
+    consumer, backend = Consumer(store), watched(store)
+    consumer.reclaim({0: 4, 1: 2})
+    assert [len(args[0]) for name, args in backend.calls if name == "delete"] == [4, 2]
+    backend.calls.clear()
+    consumer.reclaim({0: 3, 1: 2})
+    assert not backend.calls
+    assert (store.floor(0), store.floor(1)) == (4, 2)
+
+
+def test_many_segments_go_in_deletes_of_a_thousand() -> None:
+    store, _ = filled(1)
+    consumer, backend = Consumer(store), watched(store)
+    consumer.reclaim({0: 2500})
+    assert [len(args[0]) for name, args in backend.calls if name == "delete"] == [1024, 1024, 452]
+
+
+def test_a_crash_anywhere_deletes_nothing_needed_and_the_next_one_leaves_nothing_behind() -> None:
+    def crash() -> None:
+        raise Crash("here")
+
+    def run(at: int, when: str) -> bool:
+        store, clock = filled()
+        backend = Watched(store.backend, at, when, crash)
+        dying = again(store)
+        dying.backend = backend  # type: ignore[assignment]
+        consumer = Consumer(dying)
+        try:
+            consumer.reclaim({0: 2, 1: 1})
+            clock.advance(1.0)
+            consumer.beat()
+            consumer.reclaim({0: 3, 1: 4})
+            consumer.release()
+        except Crash:
+            pass
+        for w, most in ((0, 3), (1, 4)):
+            floor = store.floor(w)
+            assert floor <= most
+            assert set(range(floor, 6)) <= set(left(store, w))
+        Consumer(again(store)).reclaim({0: 3, 1: 4})
+        assert (left(store, 0), left(store, 1)) == ([3, 4, 5], [4, 5])
+        return backend.struck
+
+    assert len(list(moments(run))) > 30
+
+
+@pytest.mark.parametrize(("op", "key"), [("delete", "segments/*"), ("put", "registers/floor*"), ("get", "writers/*")])
+def test_where_the_storage_fails_training_goes_on_and_the_next_reclaim_mends_it(op: Any, key: str) -> None:
+    store, _ = filled()
+    consumer = Consumer(store)
+    store.backend.faults.append(Fault(op, key, after=1, times=2, error=Unreachable("down")))  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="consumed segments could not be deleted.*down.*tries again") as told:
+        consumer.reclaim({0: 3, 1: 3})
+        consumer.reclaim({0: 3, 1: 3})
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        consumer.reclaim({0: 4, 1: 3})
+    assert (left(store, 0), left(store, 1)) == ([4, 5], [3, 4, 5])
+
+
+def test_what_it_deleted_is_in_the_register() -> None:
+    store, _ = filled()
+    consumer = Consumer(store)
+    consumer.reclaim({0: 4, 1: 2})
+    consumer.release()
+    said = json.loads(store.backend.get(KEY) or b"")
+    assert said["session"] is None
+    assert said["deleted"] == {"0": 4, "1": 2}
