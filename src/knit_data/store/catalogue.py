@@ -58,10 +58,11 @@ class Catalogue:
         def missing() -> bool:
             return self.backend.get("format.json") is None
 
-        # asked again: another may have made the store in between
-        if missing() and any(self.exists(["schema.json", "writers/0.json"])) and missing():
-            raise CorruptData(f"{self.url}: format.json is missing, though there is a store; restore it.")
-        self.backend.create("format.json", [json.dumps(made).encode()])
+        if missing():
+            # asked again: another may have made the store in between
+            if any(self.exists(["schema.json", "writers/0.json"])) and missing():
+                raise CorruptData(f"{self.url}: format.json is missing, though there is a store; restore it.")
+            self.backend.create("format.json", [json.dumps(made).encode()])
         found = self._json("format.json") or {}
         if found.get("format") != _FORMAT or not isinstance(found.get("id"), str):
             raise CorruptData(

@@ -39,9 +39,10 @@ class InFlight:
 class TrajectoryStore(Catalogue):
     """Where rollout workers put trajectories and trainers read them.
 
-    ``url``: a folder that all hosts see, or ``memory://name`` inside one process. ``fsync``: survive a power cut, not
-    only a crash. ``max_bytes``: a writer blocks while this many of its bytes are not reclaimed. This release deletes
-    nothing, whatever ``reclaim`` says, so that ``max_bytes`` is all that a writer may write.
+    ``url``: a folder that all hosts see, a bucket such as ``s3://bucket/run``, or ``memory://name`` inside one process;
+    ``storage_options`` are those of the bucket's fsspec file system. ``fsync``: survive a power cut, not only a crash.
+    ``max_bytes``: a writer blocks while this many of its bytes are not reclaimed. This release deletes nothing,
+    whatever ``reclaim`` says, so that ``max_bytes`` is all that a writer may write.
 
     >>> store = TrajectoryStore("memory://")
     >>> with store.writer("rollout-0") as writer:
