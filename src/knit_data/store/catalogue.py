@@ -159,13 +159,23 @@ class Catalogue:
                 where = f"{self.url}: {key}"
                 for _ in range(2):  # first for a long header, then for a long table
                     if (need := head_size(head, where)) > len(head):
-                        head = self.exactly(key, need)
+                        head = self._long_head(key, need)
                 owned = bytes(head[:need])
                 table = decode_head(owned, writer=writer, segment=number, where=where)
                 out.append((table, *head_facts(owned, where)))
             except StoreError as e:
                 out.append(e)
         return out
+
+    def _long_head(self, key: str, size: int) -> memoryview:
+        try:
+            self.exactly(key, 1, size - 1)  # a size that was misread must not take memory
+            return self.exactly(key, size)
+        except ShortRead as e:
+            raise CorruptData(
+                f"{self.url}: {key}: its head should take {size:,} bytes, and the file ends before that; it was cut "
+                "short, or is none of ours. Restore it or remove it."
+            ) from e
 
     def exactly(self, key: str, size: int, start: int = 0) -> memoryview:
         out = memoryview(bytearray(size))

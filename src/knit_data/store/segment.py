@@ -22,10 +22,12 @@ import xxhash
 
 from knit_data.errors import CorruptData, InvalidTrajectory
 from knit_data.infos import Array, Field, InfoTable, MediaTable, Ragged, Schema, attributes_json
+from knit_data.store.soundness import check_table, check_tensors, understood
 from knit_data.trajectory import DTYPES, Media, Trajectory, placeholder, tensor_bytes, value_tensor
 
 FORMAT = "knit_data.segment.1"
 HEAD_GUESS = 64 * 1024  # one read of this size covers the head of most segments
+_LARGEST_HEAD = 2**31  # more can only be a misread number
 _PREFIX = b'{"__metadata__":{"xxh3":"'
 _HASH_AT, _HASH_LEN = 8 + len(_PREFIX), 16
 _TORCH = {code: dtype for dtype, code in DTYPES.items()}
@@ -139,25 +141,32 @@ def decode_head(head: bytes | bytearray | memoryview, *, writer: int, segment: i
             f"{where}: this file was written as segment {meta.get('place')} (writer/number), it was found as "
             f"{writer}/{segment}; somebody moved it. Restore the right one."
         )
-    header = json.loads(bytes(head[8 : 8 + length]))
+    with understood(where):
+        return _decoded(head, length, meta, writer, segment)
+
+
+def _decoded(head: memoryview, length: int, meta: Mapping[str, str], writer: int, segment: int) -> InfoTable:
+    """The table of a head whose checksum is right; ``ValueError`` and the like if it cannot be true."""
+    start, header = 8 + length, json.loads(bytes(head[8 : 8 + length]))
+    del header["__metadata__"]
+    kinds = check_tensors(header, int(meta["info_bytes"]), int(meta["bytes"]))
     schema = Schema.from_json(json.loads(meta["schema"]))
     arrays: dict[str, Array] = {}
-    bases: dict[str, tuple[int, str, list[int]]] = {}
-    for name, spec in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end = spec["data_offsets"]
+    bases: dict[str, int] = {}
+    for name, (code, shape) in kinds.items():
+        begin, end = header[name]["data_offsets"]
         if name.startswith(("info.", "media.")):
-            flat = np.frombuffer(head, np.uint8, end - begin, start + begin).view(_NUMPY[spec["dtype"]])
-            arrays[name] = flat.reshape(spec["shape"])
+            flat = np.frombuffer(head, np.uint8, end - begin, start + begin).view(_NUMPY[code])
+            arrays[name] = flat.reshape(shape)
         else:
-            bases[name] = (start + begin, spec["dtype"], spec["shape"])
+            bases[name] = start + begin
     table = InfoTable.from_arrays(arrays, schema)
+    check_table(table, kinds)
     versions, means = table.columns["policy_version"], table.columns["mean_policy_version"]
     if (versions < 0).any() or not (np.isfinite(means) & (means >= versions.astype(np.float64))).all():
-        raise CorruptData(
-            f"{where}: policy versions {versions.tolist()}, means {means.tolist()}: versions are counts, and no mean "
-            "is below its version or infinite. Write trajectories with a StoreWriter."
+        raise ValueError(
+            f"policy versions {versions.tolist()}, means {means.tolist()}: versions are counts, and no mean is below "
+            "its version or infinite"
         )
     return _located(table, bases, writer, segment)
 
@@ -312,7 +321,7 @@ def _head_hash(head: memoryview) -> str:
 
 def _header_length(head: bytes | bytearray | memoryview, where: str) -> int:
     length = int.from_bytes(head[:8], "little") if len(head) >= 8 else 0
-    if bytes(head[8 : 8 + len(_PREFIX)]) != _PREFIX or not 0 < length < 2**31:
+    if bytes(head[8 : 8 + len(_PREFIX)]) != _PREFIX or not 0 < length < _LARGEST_HEAD:
         raise CorruptData(f"{where}: this is not a knit_data segment; remove it, or give its writer another store.")
     return length
 
@@ -320,24 +329,34 @@ def _header_length(head: bytes | bytearray | memoryview, where: str) -> int:
 def _metadata(head: bytes | bytearray | memoryview, length: int, where: str) -> Mapping[str, str]:
     try:
         meta, _ = json.JSONDecoder().raw_decode(bytes(head[8 : 8 + length]).decode()[len('{"__metadata__":') :])
-        if meta["format"] == FORMAT and meta["info_bytes"].isdecimal() and meta["schema"]:
-            return dict(meta)
+        if meta["format"] == FORMAT:
+            texts = {name: meta[name] for name in ("info_bytes", "bytes", "place", "session", "schema", "xxh3")}
+            if all(isinstance(text, str) for text in texts.values()) and _size(meta["info_bytes"]) < _LARGEST_HEAD:
+                _size(meta["bytes"])
+                return texts
+            raise ValueError(f"{texts!r:.200}")
         found = meta["format"]
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CorruptData(f"{where}: the segment header cannot be read ({e}); restore or remove it.") from e
     raise CorruptData(f"{where}: format {found!r}, this version reads {FORMAT!r}; use the version that wrote it.")
 
 
-def _located(table: InfoTable, bases: Mapping[str, tuple[int, str, list[int]]], writer: int, segment: int) -> InfoTable:
+def _size(text: str) -> int:
+    if not 0 < len(text) < 16 or not text.isascii() or not text.isdigit():
+        raise ValueError(f"{text:.40} where a size belongs")
+    return int(text)
+
+
+def _located(table: InfoTable, bases: Mapping[str, int], writer: int, segment: int) -> InfoTable:
     """Add what follows from the place: addresses, and byte offsets of every row in every column."""
     n, schema, columns = len(table), table.schema, dict(table.columns)
     lengths = columns["n_tokens"].astype(np.int64)
     starts, items = np.cumsum(lengths) - lengths, np.arange(n)
     offsets = np.full((n, len(schema.fields) + 1), -1, np.int64)
     for c, f in enumerate(schema.fields):
-        offsets[:, c] = bases[_column_name(f)][0] + (starts if f.per_token else items) * f.row_bytes
+        offsets[:, c] = bases[_column_name(f)] + (starts if f.per_token else items) * f.row_bytes
     if "tokens.loss_mask" in bases:
-        offsets[:, -1] = bases["tokens.loss_mask"][0] + starts * int(columns["mask_bytes"][0])
+        offsets[:, -1] = bases["tokens.loss_mask"] + starts * int(columns["mask_bytes"][0])
     columns |= {
         "writer": np.full(n, writer, np.int32),
         "segment": np.full(n, segment, np.int64),
@@ -349,9 +368,7 @@ def _located(table: InfoTable, bases: Mapping[str, tuple[int, str, list[int]]], 
     return replace(table, columns=columns, media=_located_media(table.media, bases, writer, segment))
 
 
-def _located_media(
-    media: MediaTable, bases: Mapping[str, tuple[int, str, list[int]]], writer: int, segment: int
-) -> MediaTable:
+def _located_media(media: MediaTable, bases: Mapping[str, int], writer: int, segment: int) -> MediaTable:
     if "tokens" not in media.columns:
         return empty_media()
     n, extents, counts = len(media), [], []
@@ -359,7 +376,7 @@ def _located_media(
         parts = json.loads(text)
         for name, code, shape in parts:
             size = _TORCH[code].itemsize * int(np.prod(shape, dtype=np.int64))
-            extents.append((bases[f"medium.{u}.{name}"][0], size))
+            extents.append((bases[f"medium.{u}.{name}"], size))
         counts.append(len(parts))
     columns = dict(media.columns) | {"writer": np.full(n, writer, np.int32), "segment": np.full(n, segment, np.int64)}
     ragged = dict(media.ragged)
