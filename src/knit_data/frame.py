@@ -15,7 +15,7 @@ from knit_data.arena import ALIGN
 from knit_data.errors import InvalidArgument
 from knit_data.infos import Array, InfoTable
 from knit_data.planning import Layout
-from knit_data.store.segment import torch_dtype
+from knit_data.store.head import torch_dtype
 
 ROWS, SLOTS, MODEL, MASKS = "\0rows", "\0slots", "\0model", "\0masks"  # of our own; no column can have such a name
 _BESIDE = {"labels", "position_ids", "cu_seqlens", "attention_mask"}  # always there, stored or not

@@ -22,8 +22,8 @@ from knit_data.errors import CorruptData, KnitError, ShortRead
 from knit_data.infos import Array
 from knit_data.recent import Recent
 from knit_data.share import Share
+from knit_data.store.head import torch_dtype
 from knit_data.store.ranges import Ranges, read_verified
-from knit_data.store.segment import torch_dtype
 from knit_data.store.store import TrajectoryStore
 
 CACHE_BYTES = 1 << 30  # host memory for media that later mini-batches may use again

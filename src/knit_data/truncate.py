@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from knit_data.infos import Array, InfoTable, Ragged
-from knit_data.store.segment import checksum
+from knit_data.store.head import checksum
 from knit_data.store.store import TrajectoryStore
 
 

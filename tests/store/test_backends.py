@@ -122,7 +122,7 @@ def test_opening_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "redis://host:1", "ray:name", "http://host/x", "C:/x"])
+@pytest.mark.parametrize("url", ["redis://host:1", "ray:name", "http:x", "C:/x"])
 def test_an_unknown_scheme_is_named(url: str) -> None:
     with pytest.raises(InvalidArgument, match="no back end for '" + url.split(":")[0].lower() + ":'.*memory://name"):
         open_backend(url)

@@ -19,7 +19,8 @@ from strategies import groups, same_tensor, same_trajectory
 import knit_data as kd
 from knit_data.errors import CorruptData, KnitError, ShortRead
 from knit_data.infos import Table
-from knit_data.store.segment import HEAD_GUESS, decode_head, encode, head_size
+from knit_data.store.head import HEAD_GUESS, decode_head, head_size
+from knit_data.store.segment import encode
 
 KEY = "segments/w/00000000.safetensors"
 

@@ -24,7 +24,7 @@ from typing import Any
 from knit_data.errors import CorruptData, KeyMissing, KnitError, ShortRead, StoreError
 from knit_data.infos import InfoTable, Schema
 from knit_data.store.backend import Backend, Read
-from knit_data.store.segment import HEAD_GUESS, decode_head, head_facts, head_size
+from knit_data.store.head import HEAD_GUESS, decode_head, head_facts, head_size
 from knit_data.store.urls import open_backend
 
 _FORMAT = "knit_data.store.1"
@@ -59,10 +59,11 @@ class Catalogue:
         def missing() -> bool:
             return self.backend.get("format.json") is None
 
-        # asked again: another may have made the store in between
-        if missing() and any(self.exists(["schema.json", "writers/0.json"])) and missing():
-            raise CorruptData(f"{self.url}: format.json is missing, though there is a store; restore it.")
-        self.backend.create("format.json", [json.dumps(made).encode()])
+        if missing():
+            # asked again: another may have made the store in between
+            if any(self.exists(["schema.json", "writers/0.json"])) and missing():
+                raise CorruptData(f"{self.url}: format.json is missing, though there is a store; restore it.")
+            self.backend.create("format.json", [json.dumps(made).encode()])
         found = self._json("format.json") or {}
         if found.get("format") != _FORMAT or not isinstance(found.get("id"), str):
             raise CorruptData(
@@ -159,13 +160,23 @@ class Catalogue:
                 where = f"{self.url}: {key}"
                 for _ in range(2):  # first for a long header, then for a long table
                     if (need := head_size(head, where)) > len(head):
-                        head = self.exactly(key, need)
+                        head = self._long_head(key, need)
                 owned = bytes(head[:need])
                 table = decode_head(owned, writer=writer, segment=number, where=where)
                 out.append((table, *head_facts(owned, where)))
             except StoreError as e:
                 out.append(e)
         return out
+
+    def _long_head(self, key: str, size: int) -> memoryview:
+        try:
+            self.exactly(key, 1, size - 1)  # a size that was misread must not take memory
+            return self.exactly(key, size)
+        except ShortRead as e:
+            raise CorruptData(
+                f"{self.url}: {key}: its head should take {size:,} bytes, and the file ends before that; it was cut "
+                "short, or is none of ours. Restore it or remove it."
+            ) from e
 
     def exactly(self, key: str, size: int, start: int = 0) -> memoryview:
         out = memoryview(bytearray(size))

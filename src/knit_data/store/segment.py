@@ -12,8 +12,8 @@ XXH3-64 guards the head (header and table together), every trajectory's part of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,22 +21,27 @@ import numpy as np
 import torch
 import xxhash
 
-from knit_data.errors import CorruptData, InvalidTrajectory
+from knit_data.errors import InvalidTrajectory
 from knit_data.infos import Array, Field, InfoTable, MediaTable, Ragged, Schema, attributes_json
+from knit_data.store.head import (
+    FORMAT,
+    HASH_AT,
+    HASH_LEN,
+    NUMPY,
+    PREFIX,
+    Bases,
+    checksum,
+    column_name,
+    head_hash,
+    located,
+    torch_dtype,
+)
 from knit_data.trajectory import DTYPES, Media, Trajectory, placeholder, tensor_bytes, value_tensor
 
-FORMAT = "knit_data.segment.1"
-HEAD_GUESS = 64 * 1024  # one read of this size covers the head of most segments
-_PREFIX = b'{"__metadata__":{"xxh3":"'
-_HASH_AT, _HASH_LEN = 8 + len(_PREFIX), 16
-_TORCH = {code: dtype for dtype, code in DTYPES.items()}
-_NUMPY: dict[str, Any] = {"U64": np.uint64, "I64": np.int64, "F64": np.float64, "I32": np.int32, "F32": np.float32}
-_NUMPY |= {"I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
-_CODES = {np.dtype(dtype): code for code, dtype in _NUMPY.items()}
+_CODES = {np.dtype(dtype): code for code, dtype in NUMPY.items()}
 
 Buffer = bytes | memoryview
 Span = tuple[int, int, int, int]  # medium, start, length, placeholder id
-Bases = Mapping[str, int]  # column -> offset of its first byte in the file
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +106,7 @@ def encode(
     for f in schema.fields:
         raw = [t.tokens[f.name] if f.per_token else value_tensor(t.values[f.name]) for t in trajectories]
         rows = total if f.per_token else len(trajectories)
-        columns.append((_column_name(f), f.dtype, [rows, *f.shape], [tensor_bytes(x) for x in raw]))
+        columns.append((column_name(f), f.dtype, [rows, *f.shape], [tensor_bytes(x) for x in raw]))
     if masks is not None:
         columns.append(("tokens.loss_mask", DTYPES[masks[0].dtype], [total], [tensor_bytes(m) for m in masks]))
     table = _table(trajectories, schema, masks, columns, media, refs, grouped)
@@ -109,72 +114,7 @@ def encode(
         for name, tensor in sorted(medium.tensors.items()):
             columns.append((f"medium.{u}.{name}", DTYPES[tensor.dtype], list(tensor.shape), [tensor_bytes(tensor)]))
     head, payload, bases = _assemble(schema, table, columns, f"{writer}/{segment}", session)
-    return Segment([head, *(p for p in payload if len(p))], _located(table, bases, writer, segment))
-
-
-def head_size(head: bytes | bytearray | memoryview, where: str) -> int:
-    """Bytes of header plus table, from the first bytes of a segment (a prefix of ``HEAD_GUESS`` bytes is enough)."""
-    length = _header_length(head, where)
-    if len(head) < 8 + length:
-        return 8 + length  # header longer than the guess: read it first, then ask again
-    return 8 + length + int(_metadata(head, length, where)["info_bytes"])
-
-
-def head_facts(head: bytes | bytearray | memoryview, where: str) -> tuple[int, str]:
-    """Size of the whole file in bytes, and the session that wrote it."""
-    length = _header_length(head, where)
-    meta = _metadata(head, length, where)
-    return 8 + length + int(meta["bytes"]), meta["session"]
-
-
-def decode_head(head: bytes | bytearray | memoryview, *, writer: int, segment: int, where: str = "") -> InfoTable:
-    """The info table of a segment from its first ``head_size`` bytes; verifies the checksum of both."""
-    where = where or f"segment {segment} of writer {writer}"
-    length = _header_length(head, where)
-    meta = _metadata(head, length, where)
-    start, info_bytes = 8 + length, int(meta["info_bytes"])
-    if len(head) < start + info_bytes:
-        raise CorruptData(f"{where}: the head needs {start + info_bytes} bytes, found {len(head)}; was it cut short?")
-    head = memoryview(head)[: start + info_bytes]
-    found, wanted = _head_hash(head), meta["xxh3"]
-    if found != wanted:
-        raise CorruptData(f"{where}: header and table hash to {found}, the file says {wanted}; restore or remove it.")
-    if meta.get("place") != f"{writer}/{segment}":
-        raise CorruptData(
-            f"{where}: this file was written as segment {meta.get('place')} (writer/number), it was found as "
-            f"{writer}/{segment}; somebody moved it. Restore the right one."
-        )
-    schema = _schema_in(meta["schema"])
-    arrays: dict[str, Array] = {}
-    bases: dict[str, int] = {}
-    for name, spec in _header(bytes(head[8:start])).items():
-        if name == "__metadata__":
-            continue
-        at = start + spec["data_offsets"][0]
-        if name.startswith(("info.", "media.")):
-            arrays[name] = np.ndarray(spec["shape"], _NUMPY[spec["dtype"]], head, at)
-        else:
-            bases[name] = at
-    table = InfoTable.from_arrays(arrays, schema)
-    versions, means = table.columns["policy_version"], table.columns["mean_policy_version"]
-    if (versions < 0).any() or not (np.isfinite(means) & (means >= versions.astype(np.float64))).all():
-        raise CorruptData(
-            f"{where}: policy versions {versions.tolist()}, means {means.tolist()}: versions are counts, and no mean "
-            "is below its version or infinite. Write trajectories with a StoreWriter."
-        )
-    return _located(table, bases, writer, segment)
-
-
-def torch_dtype(code: str) -> torch.dtype:
-    return _TORCH[code]
-
-
-def checksum(data: Buffer) -> int:
-    return xxhash.xxh3_64_intdigest(data)
-
-
-def _column_name(f: Field) -> str:
-    return f"{'tokens' if f.per_token else 'values'}.{f.name}"
+    return Segment([head, *(p for p in payload if len(p))], located(table, bases, writer, segment))
 
 
 def _masks(trajectories: Sequence[Trajectory]) -> list[torch.Tensor] | None:
@@ -238,7 +178,7 @@ def _table(
         "checksums": sums,
     }
     for name, code in schema.scalars:
-        cells[f"value.{name}"] = np.array([_number(t.values[name]) for t in trajectories], _NUMPY[code])
+        cells[f"value.{name}"] = np.array([_number(t.values[name]) for t in trajectories], NUMPY[code])
     attributes = attributes_json(trajectories[0].attributes)
     flat = np.array([span for row in refs for span in row], np.int64).reshape(-1, 4)
     ragged = {
@@ -294,18 +234,18 @@ def _assemble(
         infos.append(data)
         at += len(data)
     info_bytes, payload = at, []
-    for name, code, shape, buffers in sorted(columns, key=lambda c: (-_TORCH[c[1]].itemsize, c[0])):
+    for name, code, shape, buffers in sorted(columns, key=lambda c: (-torch_dtype(c[1]).itemsize, c[0])):
         size = sum(len(b) for b in buffers)
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [at, at + size]}
         payload += buffers
         at += size
     meta = {"format": FORMAT, "info_bytes": str(info_bytes), "bytes": str(at), "place": place, "session": session}
     meta["schema"] = _schema_text(schema)
-    text = _PREFIX + b"0" * _HASH_LEN + b'",' + json.dumps(meta).encode()[1:] + b","
+    text = PREFIX + b"0" * HASH_LEN + b'",' + json.dumps(meta).encode()[1:] + b","
     text += json.dumps(header, separators=(",", ":")).encode()[1:]
     text = text.ljust(-(-(8 + len(text)) // 64) * 64 - 8)
     head = bytearray(len(text).to_bytes(8, "little") + text + b"".join(infos))
-    head[_HASH_AT : _HASH_AT + _HASH_LEN] = _head_hash(memoryview(head)).encode()
+    head[HASH_AT : HASH_AT + HASH_LEN] = head_hash(memoryview(head)).encode()
     start = 8 + len(text)
     return bytes(head), payload, {name: start + header[name]["data_offsets"][0] for name, *_ in columns}
 
@@ -313,88 +253,3 @@ def _assemble(
 @lru_cache(maxsize=16)
 def _schema_text(schema: Schema) -> str:
     return json.dumps(schema.to_json())
-
-
-@lru_cache(maxsize=16)  # all segments of a store say the same
-def _schema_in(text: str) -> Schema:
-    return Schema.from_json(json.loads(text))
-
-
-def _head_hash(head: memoryview) -> str:
-    """XXH3-64 of header and table, with the place of the hash itself read as zeros."""
-    hasher = xxhash.xxh3_64(head[:_HASH_AT])
-    hasher.update(b"0" * _HASH_LEN)
-    hasher.update(head[_HASH_AT + _HASH_LEN :])
-    return hasher.hexdigest()
-
-
-def _header_length(head: bytes | bytearray | memoryview, where: str) -> int:
-    length = int.from_bytes(head[:8], "little") if len(head) >= 8 else 0
-    if bytes(head[8 : 8 + len(_PREFIX)]) != _PREFIX or not 0 < length < 2**31:
-        raise CorruptData(f"{where}: this is not a knit_data segment; remove it, or give its writer another store.")
-    return length
-
-
-@lru_cache(maxsize=4)  # of a head that was just read its size, its table and its facts are asked for
-def _header(text: bytes) -> Mapping[str, Any]:
-    return dict(json.loads(text))
-
-
-def _metadata(head: bytes | bytearray | memoryview, length: int, where: str) -> Mapping[str, str]:
-    try:
-        meta: Mapping[str, str] = _header(bytes(head[8 : 8 + length]))["__metadata__"]
-        if meta["format"] == FORMAT and meta["info_bytes"].isdecimal() and meta["schema"]:
-            return meta
-        found = meta["format"]
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CorruptData(f"{where}: the segment header cannot be read ({e}); restore or remove it.") from e
-    raise CorruptData(f"{where}: format {found!r}, this version reads {FORMAT!r}; use the version that wrote it.")
-
-
-def _located(table: InfoTable, bases: Bases, writer: int, segment: int) -> InfoTable:
-    """Add what follows from the place: addresses, and byte offsets of every row in every column."""
-    n, schema, columns = len(table), table.schema, dict(table.columns)
-    lengths = columns["n_tokens"].astype(np.int64)
-    starts, items = np.cumsum(lengths) - lengths, np.arange(n)
-    offsets = np.full((n, len(schema.fields) + 1), -1, np.int64)
-    for c, f in enumerate(schema.fields):
-        offsets[:, c] = bases[_column_name(f)] + (starts if f.per_token else items) * f.row_bytes
-    if "tokens.loss_mask" in bases:
-        offsets[:, -1] = bases["tokens.loss_mask"] + starts * int(columns["mask_bytes"][0])
-    columns |= {
-        "writer": np.full(n, writer, np.int32),
-        "segment": np.full(n, segment, np.int64),
-        "item": np.arange(n, dtype=np.int32),
-        "segment_rows": np.full(n, n, np.int32),
-        "cut": np.zeros(n, np.int8),
-        "offsets": offsets,
-    }
-    return replace(table, columns=columns, media=_located_media(table.media, bases, writer, segment))
-
-
-def _located_media(media: MediaTable, bases: Bases, writer: int, segment: int) -> MediaTable:
-    if not len(media.columns.get("tokens", ())):
-        return empty_media()
-    n, extents, counts = len(media), [], []
-    for u, text in enumerate(media.ragged["parts"].texts()):
-        parts = json.loads(text)
-        for name, code, shape in parts:
-            size = _TORCH[code].itemsize * int(np.prod(shape, dtype=np.int64))
-            extents.append((bases[f"medium.{u}.{name}"], size))
-        counts.append(len(parts))
-    columns = dict(media.columns) | {"writer": np.full(n, writer, np.int32), "segment": np.full(n, segment, np.int64)}
-    ragged = dict(media.ragged)
-    ragged["extents"] = Ragged.of_lengths(np.array(extents, np.int64).reshape(-1, 2), np.array(counts))
-    return MediaTable(columns, ragged)
-
-
-@lru_cache(maxsize=1)
-def empty_media() -> MediaTable:
-    """The media table of text-only segments, which do not spend header bytes on one."""
-    zero = np.zeros(0, np.int64)
-    columns: dict[str, Array] = dict.fromkeys(("tokens", "patches", "segment"), zero)
-    columns |= {"digest": np.zeros((0, 32), np.uint8), "checksum": zero.astype(np.uint64)}
-    columns["writer"] = zero.astype(np.int32)
-    ragged = {"kind": Ragged.of_texts([]), "parts": Ragged.of_texts([])}
-    ragged["extents"] = Ragged.of_lengths(np.zeros((0, 2), np.int64), zero)
-    return MediaTable(columns, ragged)

@@ -17,7 +17,7 @@ from knit_data.demand import Demand, Outlook
 from knit_data.errors import CorruptData, InvalidArgument
 from knit_data.infos import TrajectoryInfo
 from knit_data.store.catalogue import Catalogue, check_count
-from knit_data.store.segment import checksum, torch_dtype
+from knit_data.store.head import checksum, torch_dtype
 from knit_data.store.writer import StoreWriter
 from knit_data.trajectory import Media, MediaRef, Trajectory
 
@@ -39,8 +39,9 @@ class InFlight:
 class TrajectoryStore(Catalogue):
     """Where rollout workers put trajectories and trainers read them.
 
-    ``url``: a folder that all hosts see, or ``memory://name`` inside one process. ``fsync``: survive a power cut, not
-    only a crash. ``max_bytes``: a writer blocks while this many of its bytes are not reclaimed.
+    ``url``: a folder that all hosts see, a bucket such as ``s3://bucket/run``, or ``memory://name`` inside one process;
+    ``storage_options`` are those of the bucket's fsspec file system. ``fsync``: survive a power cut, not only a crash.
+    ``max_bytes``: a writer blocks while this many of its bytes are not reclaimed.
 
     ``reclaim`` says when the trainer that opened it deletes what its ``TrajectoryLoader`` consumed; to writers it is
     nothing. "commit": when a checkpoint that covers it was given to ``loader.commit``, so that a resume from that one,
