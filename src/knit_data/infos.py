@@ -105,8 +105,12 @@ class Ragged:
         return self.row(i).tobytes().decode()
 
     def texts(self) -> list[str]:
+        return [blob.decode() for blob in self.blobs()]
+
+    def blobs(self) -> list[bytes]:
+        """The bytes of each row, of single bytes."""
         blob, ptr = self.data.tobytes(), self.ptr.tolist()
-        return [blob[a:b].decode() for a, b in pairwise(ptr)]
+        return [blob[a:b] for a, b in pairwise(ptr)]
 
     def rows(self, first: int, last: int) -> Ragged:
         ptr = self.ptr[first : last + 1]
@@ -154,9 +158,9 @@ class Table:
 
     @staticmethod
     def _split(arrays: Mapping[str, Array], prefix: str) -> dict[str, Any]:
-        mine = {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
-        ragged = {k[4:]: Ragged.of_lengths(mine[k[4:]], v) for k, v in mine.items() if k.startswith("len:")}
-        columns = {k: v for k, v in mine.items() if k not in ragged and not k.startswith("len:")}
+        columns = {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
+        names = [k[4:] for k in columns if k.startswith("len:")]
+        ragged = {k: Ragged.of_lengths(columns.pop(k), columns.pop(f"len:{k}")) for k in names}
         return {"columns": columns, "ragged": ragged}
 
 
@@ -261,14 +265,11 @@ class InfoTable(Table):
         head = [np.ascontiguousarray(c).reshape(len(self), -1).view(np.uint8) for c in cells]
         matrix = np.concatenate(head, axis=1)
         spans, digests, out = self.ragged["spans"], self.media.columns["digest"], []
-        for i in range(len(self)):
-            hasher = xxhash.xxh3_64(matrix[i].tobytes())
-            for name in ("group", "attributes"):
-                text = self.ragged[name].row(i)
-                hasher.update(f"|{len(text)}|".encode())
-                hasher.update(text.tobytes())
-            row = spans.row(i)
-            if len(row):
+        texts = zip(self.ragged["group"].blobs(), self.ragged["attributes"].blobs(), strict=True)
+        for i, (group, attributes) in enumerate(texts):
+            hasher = xxhash.xxh3_64(matrix[i])
+            hasher.update(b"|%d|%b|%d|%b" % (len(group), group, len(attributes), attributes))
+            if len(row := spans.row(i)):
                 hasher.update(row[:, 1:].tobytes())
                 hasher.update(digests[row[:, 0]].tobytes())
             out.append(hasher.intdigest())
