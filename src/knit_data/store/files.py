@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # ESTALE: deleted on another host while open here
+_FULL = (errno.EMFILE, errno.ENFILE)  # no more descriptors, in this process or on this host
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +82,14 @@ class OpenFiles:
                 return file
             while self._kept and _deleted(next(iter(self._kept.values())).fd):
                 self._drop(next(iter(self._kept)))
-        file = _File(open_fresh(path))
+        try:
+            fd = open_fresh(path)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self.close()  # those that nobody uses right now
+            fd = open_fresh(path)
+        file = _File(fd)
         with self._lock:
             self._drop(path)  # another thread opened it too
             self._kept[path] = file

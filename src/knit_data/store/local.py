@@ -27,7 +27,8 @@ from knit_data.infos import Array
 from knit_data.store.backend import Buffer, Interrupts, Read, Traits, check_key, flat
 from knit_data.store.files import GONE, OpenFiles, exists, folders_of, open_file, refresh
 
-_AT_ONCE = 256  # files that one read may hold open; the rest is read one after the other
+_LIMIT = os.sysconf("SC_OPEN_MAX")  # of this process's descriptors; -1: none
+_AT_ONCE = min(256, _LIMIT // 4) if _LIMIT > 0 else 256  # files one read may hold; the rest it reads one by one
 _OPEN_FILES = 64  # kept open between reads; far below the usual limit of 1,024 a process
 _FIRST_POLL, _POLL_GROWTH, _LAST_POLL = 0.002, 1.5, 0.05  # seconds; at the slowest 64 writers cost 1 % of a core
 _IOV_MAX = max(os.sysconf("SC_IOV_MAX"), 16)  # -1: no limit known; POSIX promises 16

@@ -63,15 +63,16 @@ def read_verified(backend: Backend, ranges: Ranges) -> Outcome:
     """
     outcome, began = Outcome(nbytes=int(ranges.table[:, 2].sum())), time.perf_counter()
     with backend.files(ranges.keys) as files:
-        if files is None:
-            found, sums, share = _through(backend, ranges, outcome)
-        else:
+        if files is not None:
             outs = [torch.from_numpy(out) for out in ranges.outs]
             found, sums, spent = read_ranges(outs, files, ranges.table, ranges.units)
             share = spent[1] / (sum(spent) or 1.0)
-            again = np.flatnonzero(found != ranges.table[:, 2]).tolist()
-            if again:  # the ordinary way, which says what is wrong, or meets a file that was replaced
-                sums = _again(backend, ranges, again, sums, outcome)
+    if files is None:
+        sums, share = _through(backend, ranges, outcome)
+    elif again := np.flatnonzero(found != ranges.table[:, 2]).tolist():
+        # The ordinary way, which says what is wrong, or meets a file that was replaced. Now that those files are given
+        # back: it may need their descriptors.
+        sums = _again(backend, ranges, again, sums, outcome)
     for u in np.flatnonzero(sums != ranges.sums).tolist():
         outcome.errors.setdefault(u, _mismatch(ranges, u, int(sums[u])))
     spent_s = time.perf_counter() - began
@@ -80,14 +81,14 @@ def read_verified(backend: Backend, ranges: Ranges) -> Outcome:
     return outcome
 
 
-def _through(backend: Backend, ranges: Ranges, outcome: Outcome) -> tuple[Array, Array, float]:
+def _through(backend: Backend, ranges: Ranges, outcome: Outcome) -> tuple[Array, float]:
     """Of objects that are not files: one batch of reads, then the sums. Also the share of the time for the latter."""
     began = time.perf_counter()
     _fill(backend, ranges, range(len(ranges.table)), outcome)
     read = time.perf_counter()
     sums = np.array([_sum(ranges, u) for u in range(len(ranges.sums))], np.uint64)
     done = time.perf_counter()
-    return ranges.table[:, 2], sums, (done - read) / max(done - began, 1e-9)
+    return sums, (done - read) / max(done - began, 1e-9)
 
 
 def _again(backend: Backend, ranges: Ranges, wanted: Sequence[int], sums: Array, outcome: Outcome) -> Array:
