@@ -278,7 +278,6 @@ class Loader(Files):
 def ray_of(memory: int = 3_000_000_000) -> tuple[Any, float]:
     """Ray, running, and the seconds it took. It is told of 16 processors: with fewer than three tq.init waits for
     ever."""
-    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a change to come
     import ray
@@ -362,6 +361,7 @@ class Queue:
         self._count = itertools.count()
 
     def start(self) -> None:
+        os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")  # read when it is imported, by its actors too
         import transfer_queue
         from omegaconf import OmegaConf
 
