@@ -6,10 +6,11 @@ JOBS   ?= 2
 BIN   := .venv/bin
 READY := .venv/.ready
 OLD   := .venv-transformers4
+PEERS := .venv-peers
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-text test test-transformers4 check bench clean
+.PHONY: help demo demo-text test test-transformers4 check bench bench-peers clean
 
 help:
 	@echo "make demo       train the GRPO example with images; results in out/demo"
@@ -18,7 +19,9 @@ help:
 	@echo "make test-transformers4"
 	@echo "                the tests of models on transformers 4"
 	@echo "make check      ruff, mypy --strict, layers"
-	@echo "make bench      all benchmarks"
+	@echo "make bench      all benchmarks, quickly"
+	@echo "make bench-peers"
+	@echo "                the benchmark of transfer beside TransferQueue and others"
 	@echo "make clean      remove what was built; .venv goes too"
 	@echo "The first of them makes .venv with PYTHON=$(PYTHON) and TORCH='$(TORCH)'."
 
@@ -67,8 +70,22 @@ check: $(READY)
 
 bench: $(READY)
 	@set -e; for file in benchmarks/bench_*.py; do \
-	  echo "bench: $$file"; OMP_WAIT_POLICY=PASSIVE $(BIN)/python "$$file"; done
+	  echo "bench: $$file"; OMP_WAIT_POLICY=PASSIVE $(BIN)/python "$$file" --quick; done
+
+# Their packages bring a hundred others, and Ray: they have an environment of their own, and what .venv has is that.
+$(PEERS)/.ready: $(READY)
+	@echo "venv: creating $(PEERS)"
+	@rm -rf $(PEERS)
+	@$(BIN)/python -m venv $(PEERS)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@echo "venv: installing TransferQueue and Ray"
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'knit_data[peers]'
+	@touch $@
+
+bench-peers: $(PEERS)/.ready
+	@OMP_WAIT_POLICY=PASSIVE PYTHONPATH=src $(PEERS)/bin/python benchmarks/bench_transfer.py
 
 clean:
-	@rm -rf .venv $(OLD) build dist out src/*.egg-info src/knit_data/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv $(OLD) $(PEERS) build dist out src/*.egg-info src/knit_data/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """From an admitted mini-batch of 8,192 trajectories to every rank's share: planning, cutting, sending, receiving.
 
-    python benchmarks/bench_exchange.py [--trajectories 8192] [--rounds 20] [--json FILE]
+    python benchmarks/bench_exchange.py [--trajectories 8192] [--rounds 20] [--quick] [--json FILE]
 
 Two processes on this machine, rank 0 and one follower per data-parallel rank that receives in turn, over the same
 TCPStore code as in training. The peer is the usual way: the same rows as JSON through the same store.
@@ -110,8 +110,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trajectories", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="1,024 trajectories, 5 rounds")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.trajectories, arguments.rounds = 1024, 5
     report = Report("exchange", arguments.json, ("numpy", "torch"))
     context = mp.get_context("spawn")
     out = context.Queue()
