@@ -30,7 +30,7 @@ from knit_data.ops import read as module
 from knit_data.ops.read import read_ranges_reference
 
 OPERATOR = torch.ops.knit.read_ranges.default
-CHUNK = 256 << 10  # what the kernel reads at once
+CHUNK = 128 << 10  # what the kernel reads at once
 UNTOUCHED = 0xEE
 KERNELS: dict[str, Callable[..., None]] = {"operator": OPERATOR, "reference": read_ranges_reference}
 Ranges = Sequence[tuple[int, int, int, int, int]]  # file, first byte, how many, buffer, first byte there

@@ -34,6 +34,21 @@ _FIRST_POLL, _POLL_GROWTH, _LAST_POLL = 0.002, 1.5, 0.05  # seconds; at the slow
 _IOV_MAX = max(os.sysconf("SC_IOV_MAX"), 16)  # -1: no limit known; POSIX promises 16
 
 
+_REMEDIES = {
+    errno.ENOSPC: "free space, then repeat it",
+    errno.EDQUOT: "free space or raise the quota, then repeat it",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), then repeat it",
+    errno.EACCES: "give this user the right to it",
+    errno.EPERM: "give this user the right to it",
+    errno.EROFS: "mount it writable",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "too many files are open on this host",
+    errno.ENOTDIR: "a file stands where a folder should be: move it away",
+    errno.EISDIR: "a folder stands where a file should be: move it away",
+    errno.ENAMETOOLONG: "choose a shorter folder",
+}
+
+
 class LocalBackend:
     """A back end of files. ``fsync=True``: what was created or put also survives a power cut.
 
@@ -237,7 +252,10 @@ def _fill(fd: int, path: str, read: Read) -> KnitError | None:
     while done < wanted:
         got = os.preadv(fd, [read.out[done:]], read.start + done)
         if not got:
-            return ShortRead(f"{path}: asked for {wanted:,} bytes at {read.start:,}, found only {done:,}", found=done)
+            return ShortRead(
+                f"{path}: asked for {wanted:,} bytes at {read.start:,}, found only {done:,}: cut short; restore it",
+                found=done,
+            )
         done += got
     return None
 
@@ -275,11 +293,18 @@ def _sync(path: str) -> None:
 
 def _failure(path: str, read: Read, error: OSError) -> KnitError:
     what = f"{path}: asked for {len(read.out):,} bytes at {read.start:,}"
-    problem: KnitError = Unreachable(f"{what}, found {error.strerror or error}")
+    problem: KnitError = Unreachable(f"{what}, found {error.strerror or error}; {_remedy(error)}.")
     if error.errno in GONE:
-        problem = KeyMissing(f"{what}, but there is no such object: never written, or already reclaimed")
+        problem = KeyMissing(
+            f"{what}, but there is no such object: never written, or already reclaimed. Was it deleted by hand, or is "
+            "the folder another one?"
+        )
     problem.__cause__ = error
     return problem
+
+
+def _remedy(error: OSError) -> str:
+    return _REMEDIES.get(error.errno or 0, "is the disk, or the mount, in order? Then repeat it")
 
 
 @contextmanager
@@ -290,4 +315,4 @@ def _storage(action: str) -> Iterator[None]:
     except KnitError:
         raise
     except OSError as error:
-        raise Unreachable(f"could not {action}: {error.strerror or error}") from error
+        raise Unreachable(f"could not {action}: {error.strerror or error}; {_remedy(error)}.") from error
