@@ -12,7 +12,9 @@ import torch
 from cuda_model import Buffer, Device, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from makers import group, loader
 
+import knit_data as kd
 from knit_data import device as module
 from knit_data.arena import Delivery
 from knit_data.device import DeviceArenas
@@ -197,3 +199,70 @@ def test_device_memory_stays_bounded(reuse: bool) -> None:
     assert counts[-1] == counts[50] <= 5
     trainer.arenas.close()
     trainer.device.drain()
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def epochs(groups: int, options: dict[str, Any], **changes: Any) -> kd.TrajectoryLoader:
+    """Over groups of very different lengths."""
+    lengths = [random.Random(g).choice([3, 40, 400, 4_000]) for g in range(groups)]
+    store = kd.TrajectoryStore("memory://")
+    with store.writer("w") as writer:
+        for g, n in enumerate(lengths):
+            writer.put_group(group(f"g{g}", 4, lengths=[n + i for i in range(4)]))
+    store.seal()
+    return loader(store, 20_000, {"device": "cuda", **options}, **changes)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+@pytest.mark.parametrize("side", [False, True], ids=["own stream", "side stream"])
+def test_a_slow_consumer_reads_its_own_batches(prefetch: int, side: bool) -> None:
+    """The sums are taken long after the loader went on, and compared with those of a loader on the CPU."""
+    want = {}
+    with epochs(64, {"device": "cpu"}) as run:
+        for mini in run:
+            for micro in mini:
+                want[micro.infos[0].id] = int(micro["input_ids"].sum())
+    found: list[tuple[str, torch.Tensor]] = []
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    with epochs(64, {"prefetch": prefetch}) as run, torch.cuda.stream(stream):
+        for mini in run:
+            for micro in mini:
+                torch.cuda._sleep(20_000_000)
+                found.append((micro.infos[0].id, micro["input_ids"].sum()))
+                del micro
+    torch.cuda.synchronize()
+    assert {name: int(total) for name, total in found} == want
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_pinned_memory_is_allocated_at_the_begin_only() -> None:
+    """Lengths vary all the time: a pinned allocation stalls every launch of the process."""
+    counts = []
+    with epochs(64, {}, epochs=40) as run:
+        for mini in run:
+            for _ in mini:
+                counts.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+    assert counts[-1] == counts[len(counts) // 4]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_device_memory_does_not_grow_with_epochs_and_loaders() -> None:
+    reserved = []
+    for _ in range(6):
+        with epochs(32, {}, epochs=4) as run:
+            for mini in run:
+                for micro in mini:
+                    torch.cuda._sleep(1_000_000)
+                    micro["labels"].sum()
+                    del micro
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1:] == reserved[1:2] * 5
