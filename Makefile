@@ -10,12 +10,13 @@ PEERS := .venv-peers
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-text test test-transformers4 check bench bench-peers clean
+.PHONY: help demo demo-text test test-gpu test-transformers4 check bench bench-peers clean
 
 help:
 	@echo "make demo       train the GRPO example with images; results in out/demo"
 	@echo "make demo-text  the one without images; results in out/text"
 	@echo "make test       all tests, warnings are errors"
+	@echo "make test-gpu   those that need a CUDA device; elsewhere they are skipped"
 	@echo "make test-transformers4"
 	@echo "                the tests of models on transformers 4"
 	@echo "make check      ruff, mypy --strict, layers"
@@ -44,6 +45,9 @@ demo-text: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -W error -m pytest --numprocesses $(JOBS) --dist loadfile
+
+test-gpu: $(READY)
+	@$(BIN)/python -W error -m pytest -m gpu
 
 # Only what transformers 4 wants otherwise is installed a second time; the rest is that of .venv, named in a .pth file.
 $(OLD)/.ready: $(READY)

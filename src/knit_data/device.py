@@ -35,7 +35,7 @@ class DeviceArenas:
         self.copies = torch.cuda.Stream(device)
         self._slots = deque(_Slot() for _ in range(depth + 1))
         self.free: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # buffers that came back, and since when
-        self.latest: Tensor | None = None  # the buffer of what the consumer took last, if they are reused
+        self.latest: tuple[Tensor, torch.cuda.Stream] | None = None  # what the consumer took last, if it is reused
 
     def stage(self, nbytes: int) -> Stage:
         slot = self._slots[0]
@@ -59,13 +59,23 @@ class DeviceArenas:
         self.copies.wait_stream(self.consumer)
         return data
 
+    def give_back(self) -> None:
+        """What the consumer took last is free once the stream that it was taken on gets here."""
+        if self.latest is not None:
+            data, stream = self.latest
+            given_back = torch.cuda.Event()
+            given_back.record(stream)
+            self.free.append((data, given_back))
+            self.latest = None
+
     def close(self) -> None:
-        """Nothing that is still being copied to is freed before it arrived."""
-        self.consumer.wait_stream(self.copies)
+        """Nothing is freed before the copy to it arrived and everyone has read it."""
         for slot in self._slots:
             self.copy_s += slot.settle()
+        self.give_back()
+        for _, given_back in self.free:
+            self.consumer.wait_event(given_back)
         self.free.clear()
-        self.latest = None
 
 
 class _Slot:
@@ -116,11 +126,8 @@ class _DeviceDelivery:
         current = torch.cuda.current_stream(arenas.device)
         current.wait_event(self._done)
         if arenas.reuse:
-            if arenas.latest is not None:
-                given_back = torch.cuda.Event()
-                given_back.record(current)
-                arenas.free.append((arenas.latest, given_back))
-            arenas.latest = self._buffer
+            arenas.give_back()
+            arenas.latest = self._buffer, current
         elif current != arenas.consumer:
             self._buffer.record_stream(current)  # freed on the stream it was made on, though used on another
 

@@ -33,6 +33,7 @@ from knit_data.staleness import Staleness
 from knit_data.stream import TrajectoryStream, check_reachable
 
 _SLICE = 0.05
+_BRIEF = 0.02  # seconds between two demands of one mini-batch each; longer than a write takes
 _QUIET = 0.2  # seconds between two demands that differ only in what has come
 _TEND = 0.1  # seconds between two looks while nothing is asked for
 
@@ -218,7 +219,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._tended = now
         try:
             self._drain()
-            self._publish_demand(at_once=False)
+            self._publish_demand(_QUIET)
         except Exception as e:
             self._failure = e
 
@@ -258,7 +259,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         if chosen is not None:
             return self._commit(chosen)
         changed, self._starving = needed != self._starving, needed
-        self._publish_demand(at_once=changed)
+        self._publish_demand(0.0 if changed else _QUIET)
         if self.stream.ended:
             if not admission.cut_short():
                 self._end()
@@ -310,7 +311,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         now = self.stream.store.backend.now()
         self._pace.admitted(now, 0.0 if self._waiting_since is None else now - self._waiting_since)
         self._waiting_since, self._starving = None, False
-        self._publish_demand(at_once=True)
+        self._publish_demand(_BRIEF)
         return Admitted(mini_batch(tables, index, before, is_last), entry, self.stream.finite)
 
     def _annotate(self, group: Group) -> InfoTable:
@@ -371,10 +372,10 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
-    def _publish_demand(self, at_once: bool) -> None:
-        """What has come changes often, and launchers can wait a little for it."""
+    def _publish_demand(self, gap: float) -> None:
+        """Unless the last is more recent than this: launchers can wait a little for what changes often."""
         now = self.stream.store.backend.now()
-        if not at_once and now - self._published < _QUIET:
+        if now - self._published < gap:
             return
         self._published = now
         demand = outlook_of(self._admission, self._pace, self._starving, self._intake.yields)
