@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from knit_data.frame import Frame
+from knit_data.frame import MASKS, ROWS, Frame
 from knit_data.infos import Array
 from knit_data.layout import lay_out
+from knit_data.ops.fill import Spec
 from knit_data.planning import Layout, Padding
 from knit_data.share import Share
 from knit_data.store.ranges import Ranges
@@ -36,6 +37,8 @@ class Sheet:
     extents: Array  # where positions restart, from 0 to total
     cu_seqlens: Array  # int32
     longest: int
+    spec: Array  # int64: of ops.fill.Spec
+    padded: Array  # int64 [C, 2]: where columns to be padded begin, and their bytes a token
     keys: Sequence[str]
     table: Array  # as in Ranges, row by row and field by field
     sums: Array
@@ -66,6 +69,10 @@ class Blueprint:
             (total,) if layout == "packed" else (rows, total // rows)
             for rows, total in zip(slots.rows.tolist(), slots.totals.tolist(), strict=True)
         ]
+        self._specs = np.array([self._spec(frame, j, layout, padding) for j in range(len(counts))], np.int64)
+        self._padded = np.zeros((len(counts), len(frame.padded), 2), np.int64)
+        self._padded[:, :, 0] = at[:, [frame.names.index(f.name) for f in frame.padded]]
+        self._padded[:, :, 1] = [f.item_bytes for f in frame.padded]
         self._marks = np.stack([slots.starts, lengths, kind], axis=1, dtype=np.int64)
 
         # the bytes of every row in every stored field; a loss mask lies in one place, or nowhere
@@ -88,6 +95,22 @@ class Blueprint:
         own, shown = table[:, :, 2].sum(axis=1), self._shown_bytes(share)
         own, shown = (np.concatenate([[0], np.cumsum(part)])[ptr] for part in (own, shown))
         self._own, self._shown = np.diff(own).tolist(), np.diff(shown).tolist()
+
+    def _spec(self, frame: Frame, j: int, layout: Layout, padding: Padding) -> Spec:
+        at = dict(zip(frame.names, self._at[j], strict=True))
+        return Spec(
+            int(self._slots.totals[j]),
+            at["input_ids"],
+            frame["input_ids"].item_bytes,
+            padding.token_id,
+            at.get(MASKS, -1),
+            at["loss_mask"],
+            at["labels"],
+            at[ROWS],
+            at["position_ids"] if frame.own_positions else -1,
+            at.get("attention_mask", -1),
+            layout == "packed",
+        )
 
     @staticmethod
     def _shown_bytes(share: Share) -> Array:
@@ -113,6 +136,8 @@ class Blueprint:
             slots.extents[slots.extents_ptr[j] : slots.extents_ptr[j + 1]],
             slots.cu_seqlens[slots.cu_seqlens_ptr[j] : slots.cu_seqlens_ptr[j + 1]],
             int(slots.longest[j]),
+            self._specs[j],
+            self._padded[j],
             self._keys[j],
             self._table[first:last].reshape(-1, 5),
             sums,

@@ -22,12 +22,14 @@ from knit_data.frame import MASKS, MODEL, ROWS, SLOTS, Field, Frame, part
 from knit_data.infos import Array
 from knit_data.layout import restarts
 from knit_data.media import MediaBatch, MediaReader, Taken, pieces_of, slots_of
-from knit_data.ops.fill import BLANK, Spec, fill_slots
+from knit_data.ops.fill import BLANK, fill_slots
 from knit_data.planning import Layout, Padding
 from knit_data.share import Share
 from knit_data.store.ranges import Outcome, Ranges, read_verified
 from knit_data.store.store import TrajectoryStore
 from knit_data.tracing import span
+
+_NO_PIECES = np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)  # of a text-only mini-batch
 
 
 @dataclass(eq=False)
@@ -88,8 +90,10 @@ class Collator:
             taken, masked = self._read(share, j, frame, sheet, host)
         with span("knit/fill"):
             self._fill(share, frame, sheet, host, masked)
-            pieces, token_ids = pieces_of(share, sheet, masked)
-            where = slots_of(pieces)
+            pieces, token_ids, where = _NO_PIECES
+            if share.stand_ins:
+                pieces, token_ids = pieces_of(share, sheet, masked)
+                where = slots_of(pieces)
             part(host, frame[SLOTS], at, len(where))[...] = where
             strays = self._without_strays(share, frame, sheet, host, where)
             told_apart = self._told_apart(frame, sheet, host)
@@ -183,21 +187,7 @@ class Collator:
         if masked:
             marks = marks.copy()
             marks[masked, 2] = BLANK
-        spec = Spec(
-            sheet.total,
-            at["input_ids"],
-            frame["input_ids"].item_bytes,
-            self.padding.token_id,
-            at.get(MASKS, -1),
-            at["loss_mask"],
-            at["labels"],
-            at[ROWS],
-            at["position_ids"] if frame.own_positions else -1,
-            at.get("attention_mask", -1),
-            self.layout == "packed",
-        )
-        padded = np.array([(at[f.name], f.item_bytes) for f in frame.padded], np.int64).reshape(-1, 2)
-        fill_slots(torch.from_numpy(host), marks, sheet.extents, padded, spec)
+        fill_slots(torch.from_numpy(host), marks, sheet.extents, sheet.padded, sheet.spec)
         part(host, frame["cu_seqlens"], at, len(sheet.cu_seqlens))[...] = sheet.cu_seqlens
         for f in frame.values:
             view = host[at[f.name] : at[f.name] + n * f.item_bytes]

@@ -134,7 +134,11 @@ _fill_slots = torch.ops.knit.fill_slots.default
 
 
 def fill_slots(
-    arena: Tensor, rows: NDArray[np.int64], bounds: NDArray[np.int64], columns: NDArray[np.int64], spec: Spec
+    arena: Tensor,
+    rows: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    spec: Spec | NDArray[np.int64],
 ) -> None:
     """Writes loss mask, labels, rows, positions and attention mask of a micro-batch, and its padding.
 
@@ -144,17 +148,18 @@ def fill_slots(
             ``spec.masks``, 4 float32 in ``spec.loss`` itself, ``BLANK``.
         bounds: ``[extents + 1]`` int64: where positions restart, if packed.
         columns: ``[C, 2]`` int64: where each other per-token column begins, and its bytes a token.
+        spec: the numbers of a ``Spec``.
 
     Raises:
         InvalidArgument: before anything is written.
     """
-    tables = [torch.from_numpy(table) for table in (rows, bounds, columns, np.array(spec, np.int64))]
+    tables = [torch.from_numpy(table) for table in (rows, bounds, columns, np.asarray(spec, np.int64))]
     try:
         _fill_slots(arena, *tables)
     except RuntimeError as error:
         if isinstance(error, InvalidArgument):
             raise
-        refusal = _refusal(arena.numel(), spec, rows.tolist(), bounds.tolist(), columns.tolist())
+        refusal = _refusal(arena.numel(), Spec(*np.asarray(spec, np.int64).tolist()), rows.tolist(), bounds.tolist(), columns.tolist())
         if refusal is None:
             raise
         raise InvalidArgument(f"fill_slots: {refusal}") from None

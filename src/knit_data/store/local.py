@@ -170,7 +170,7 @@ class LocalBackend:
         self._files.close()
 
     def _path(self, key: str) -> str:
-        return os.path.join(self._root, check_key(key))
+        return f"{self._root}/{check_key(key)}"
 
     def _taken(self, path: str) -> bool:
         """Whether the name is in use, by an object; as a folder it is an error."""

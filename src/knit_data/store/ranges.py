@@ -69,12 +69,13 @@ def read_verified(backend: Backend, ranges: Ranges) -> Outcome:
             share = spent[1] / (sum(spent) or 1.0)
     if files is None:
         sums, share = _through(backend, ranges, outcome)
-    elif again := np.flatnonzero(found != ranges.table[:, 2]).tolist():
+    elif (short := found != ranges.table[:, 2]).any():
         # The ordinary way, which says what is wrong, or meets a file that was replaced. Now that those files are given
         # back: it may need their descriptors.
-        sums = _again(backend, ranges, again, sums, outcome)
-    for u in np.flatnonzero(sums != ranges.sums).tolist():
-        outcome.errors.setdefault(u, _mismatch(ranges, u, int(sums[u])))
+        sums = _again(backend, ranges, np.flatnonzero(short).tolist(), sums, outcome)
+    if (wrong := sums != ranges.sums).any():
+        for u in np.flatnonzero(wrong).tolist():
+            outcome.errors.setdefault(u, _mismatch(ranges, u, int(sums[u])))
     spent_s = time.perf_counter() - began
     outcome.verify_s = spent_s * share
     outcome.read_s = spent_s - outcome.verify_s
