@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from makers import fill, group, groups_of, memory, rest_of, rows, sampler, trajectory
+from makers import fill, group, groups_of, memory, rest_of, sampler, trajectory
 
 import knit_data as kd
 from knit_data.errors import CorruptData, StateError
@@ -22,6 +22,7 @@ from knit_data.groups import EXTRAS, Dropped
 from knit_data.intake import Intake
 from knit_data.sampler import Admitted
 from knit_data.store.memory import ManualClock
+from knit_data.store.segment import decode_head, encode
 from knit_data.store.store import InFlight
 
 SMALL: dict[str, Any] = {"train_batch_size": 1, "mini_batch_size": 1, "group_size": 2}
@@ -421,8 +422,10 @@ def test_a_group_whose_rows_were_read_is_not_in_flight() -> None:
 )
 def test_a_segment_whose_versions_make_no_sense_is_damaged(version: int, mean: float | None) -> None:
     """A writer refuses them at put; here somebody made the file."""
+    members = [trajectory("a"), trajectory("b", policy_version=version, mean_policy_version=mean)]
+    head = encode(members, writer=2, segment=4, grouped=True).parts[0]
     with pytest.raises(CorruptData, match=r"segment 4 of writer 2: policy versions .*, means .*: versions are counts"):
-        rows([trajectory("a"), trajectory("b", policy_version=version, mean_policy_version=mean)], 2, 4)
+        decode_head(head, writer=2, segment=4)
     store = memory()
     with pytest.raises(kd.InvalidTrajectory, match="policy_version"):
         store.writer("w").put(trajectory("b", policy_version=version, mean_policy_version=mean))

@@ -188,7 +188,9 @@ class Lead:
         mini = admitted.mini
         columns = mini.table.columns
         # ascending place, so that rows which lie together are read together
-        table = mini.table.take(np.lexsort((columns["item"], columns["segment"], columns["writer"])))
+        order = np.lexsort((columns["item"], columns["segment"], columns["writer"]))
+        as_they_stand = not len(mini.table.media) and bool((order == np.arange(len(order))).all())
+        table = mini.table if as_they_stand else mini.table.take(order)
         columns, ranks, use = table.columns, self.exchange.dp_size, media_use(table)
         made = plan(
             columns["n_tokens"],
