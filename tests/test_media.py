@@ -309,3 +309,33 @@ def test_a_sampled_placeholder_is_treated_alike_beside_images_and_later_without(
                 assert int((micro.model_inputs()["input_ids"] == IMAGE).sum()) == micro.media.n_tokens
                 micro.media.new  # noqa: B018  # looked at
     assert kinds == [True, False]
+
+
+@pytest.mark.parametrize("cap", [200, 25])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_bytes_are_counted_as_carried_as_distinct_and_as_read(prefetch, cap):
+    """An image that three trajectories show, one of them twice; the next mini-batch shows it again."""
+    groups = {"a": [["x", "y"], ["x"], ["x", "x"]], "b": [["x"], []]}
+    x, y = (image(name).tensors["patches"].nbytes for name in "xy")
+    with loader_of(stored(groups), 1, cap, prefetch=prefetch) as run:
+        for mini in run:
+            tokens = sum(info.n_tokens for micro in mini for info in micro.infos)
+            own = tokens * (8 + 1 + 4)  # input_ids, loss_mask, weight; rewards are in the table
+            found = [mini.stats[f"bytes_{kind}"] - own for kind in ("logical", "unique", "read")]
+            assert found == ([3 * x + y, x + y, x + y] if mini.index == 0 else [x, x, 0])
+            assert min(mini.stats[name] for name in ("read_s", "verify_s", "copy_s")) >= 0
+            assert mini.stats["read_s"] > 0 and mini.stats["verify_s"] > 0
+
+
+def test_a_micro_batch_hands_out_its_own_new_media_only():
+    """Whoever moves media to a device moves those of one micro-batch at a time."""
+    groups = {"a": [["i0", "i1"], ["i2"], ["i1", "i3"], ["i0"]]}
+    with loader_of(stored(groups), 1, 18) as run:
+        micros = list(next(run))
+    assert len(micros) > 2
+    seen = set()
+    for micro in micros:
+        new = [medium.digest for medium in micro.media.new]
+        assert sorted(new) == sorted(set(micro.media.digests) - seen)
+        seen |= set(new)
+    assert seen == {image(f"i{i}").digest for i in range(4)}

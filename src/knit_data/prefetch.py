@@ -27,6 +27,7 @@ from knit_data.collate import Collator, Prepared
 from knit_data.errors import InvalidArgument, UsageError
 from knit_data.exchange import Exchange
 from knit_data.share import End, Share
+from knit_data.tracing import span
 
 
 class Admit(Protocol):
@@ -195,17 +196,26 @@ class Prefetcher:
 
     def _until(self, true: Callable[[], bool]) -> None:
         """Wait for the thread, or work oneself, until it is true; raises what went wrong there."""
-        while True:
-            with self._turn:
-                if true():
-                    return
-                self.raise_failure()
-                if self._stop:
-                    raise UsageError("the loader is closed; build a new one, with load_state_dict to go on.")
-                if self._thread is not None:
-                    self._turn.wait(1.0)
-                    continue
-            self._step()
+        with self._turn:
+            if self._holds(true):
+                return
+        with span("knit/wait"):
+            while True:
+                with self._turn:
+                    if self._holds(true):
+                        return
+                    if self._thread is not None:
+                        self._turn.wait(1.0)
+                        continue
+                self._step()
+
+    def _holds(self, true: Callable[[], bool]) -> bool:
+        if true():
+            return True
+        self.raise_failure()
+        if self._stop:
+            raise UsageError("the loader is closed; build a new one, with load_state_dict to go on.")
+        return False
 
     # -- thread -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +297,8 @@ class Prefetcher:
     def _try_admit(self, i: int, wanted: bool) -> None:
         self._exchange.check_peers()
         needed = wanted or self._asked >= i
-        result = self._admit(i, _SLICE, needed)
+        with span("knit/admit"):
+            result = self._admit(i, _SLICE, needed)
         with self._turn:
             if isinstance(result, Share):
                 self._minis[i] = Live(result)
