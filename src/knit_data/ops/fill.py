@@ -159,7 +159,8 @@ def fill_slots(
     except RuntimeError as error:
         if isinstance(error, InvalidArgument):
             raise
-        refusal = _refusal(arena.numel(), Spec(*np.asarray(spec, np.int64).tolist()), rows.tolist(), bounds.tolist(), columns.tolist())
+        numbers = Spec(*np.asarray(spec, np.int64).tolist())
+        refusal = _refusal(arena.numel(), numbers, rows.tolist(), bounds.tolist(), columns.tolist())
         if refusal is None:
             raise
         raise InvalidArgument(f"fill_slots: {refusal}") from None
