@@ -34,8 +34,9 @@ class OpenFiles:
         self._kept: OrderedDict[str, _File] = OrderedDict()
 
     @contextmanager
-    def use(self, path: str) -> Iterator[int]:
-        file = self._take(path)
+    def use(self, path: str, tidy: bool = True) -> Iterator[int]:
+        """``tidy``: where it has to be opened, deleted ones are closed; of many in a row one need do that."""
+        file = self._take(path, tidy)
         try:
             yield file.fd
         finally:
@@ -52,15 +53,15 @@ class OpenFiles:
         for path in list(self._kept):
             self.forget(path)
 
-    def _take(self, path: str) -> _File:
+    def _take(self, path: str, tidy: bool) -> _File:
         with self._lock:
             file = self._kept.get(path)
             if file is not None and not _deleted(file.fd):
                 self._kept.move_to_end(path)
                 file.users += 1
                 return file
-            for name in [name for name, other in self._kept.items() if _deleted(other.fd)]:
-                self._drop(name)
+            if tidy:
+                self._tidy()
         try:
             fd = open_fresh(path)
         except OSError as error:
@@ -75,6 +76,15 @@ class OpenFiles:
             while len(self._kept) > self._limit:
                 self._drop(next(iter(self._kept)))
         return file
+
+    def tidy(self) -> None:
+        """Closes those that were deleted."""
+        with self._lock:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        for name in [name for name, file in self._kept.items() if _deleted(file.fd)]:
+            self._drop(name)
 
     def _drop(self, path: str) -> None:
         file = self._kept.pop(path, None)

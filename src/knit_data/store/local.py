@@ -85,10 +85,11 @@ class LocalBackend:
     @contextmanager
     def files(self, keys: Sequence[str]) -> Iterator[Array]:
         fds = np.full(len(keys), -1, np.int64)
+        self._files.tidy()
         with ExitStack() as opened:
             for i, path in enumerate(map(self._path, keys[:_AT_ONCE])):
                 with suppress(OSError):
-                    fds[i] = opened.enter_context(self._files.use(path))
+                    fds[i] = opened.enter_context(self._files.use(path, tidy=False))
             yield fds
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bool]:
