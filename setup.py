@@ -41,11 +41,13 @@ else:
     extension = CppExtension(
         name="knit_data._C",
         sources=sorted(glob("csrc/*.cpp")),  # relative: absolute sources break sdists and editable installs
+        depends=sorted(glob("csrc/third_party/*/*")),  # included by them, and part of an sdist
         extra_compile_args={
             "cxx": [
                 "-O3",
                 "-g0",  # Python's own flags say -g: 590 KB instead of 60
                 "-Wall",
+                "-pthread",
                 "-fvisibility=hidden",
                 f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
                 f"-DPy_LIMITED_API={PYTHON_TARGET}",
