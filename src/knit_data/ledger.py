@@ -248,15 +248,16 @@ class Ledger:
 
 def runs_of(tables: Iterable[InfoTable]) -> Runs:
     """The rows' addresses, consecutive items as one run."""
-    columns = [[table.columns[c] for c in ("writer", "segment", "item", "segment_rows")] for table in tables]
-    if not columns:
-        return []
-    writer, segment, item, rows = (np.concatenate(parts).astype(np.int64) for parts in zip(*columns, strict=True))
-    parted = (np.diff(writer) != 0) | (np.diff(segment) != 0) | (np.diff(item) != 1)
-    begins = np.flatnonzero(np.concatenate([np.ones(min(len(item), 1), bool), parted]))
-    ends = np.append(begins[1:], len(item))[: len(begins)]
-    cells = writer[begins], segment[begins], item[begins], ends - begins, rows[ends - 1]
-    return list(zip(*(cell.tolist() for cell in cells), strict=True))
+    out: Runs = []
+    for table in tables:
+        columns = table.columns
+        cells = zip(*(columns[c].tolist() for c in ("writer", "segment", "item", "segment_rows")), strict=True)
+        for writer, segment, item, rows in cells:
+            if out and out[-1][:2] == (writer, segment) and out[-1][2] + out[-1][3] == item:
+                out[-1] = (*out[-1][:3], out[-1][3] + 1, rows)
+            else:
+                out.append((writer, segment, item, 1, rows))
+    return out
 
 
 def _run(values: Sequence[int]) -> tuple[int, int, int, int, int]:
