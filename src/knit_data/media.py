@@ -26,7 +26,7 @@ from knit_data.store.head import torch_dtype
 from knit_data.store.ranges import Ranges, read_verified
 from knit_data.store.store import TrajectoryStore
 
-CACHE_BYTES = 1 << 30  # host memory for media that later mini-batches may use again
+CACHE_BYTES = 1 << 27  # host memory for media that may be used again; what goes leaves its place to the next ones
 
 
 @dataclass(frozen=True, eq=False)
