@@ -161,7 +161,7 @@ def tensors_of(micro: kd.MicroBatch) -> dict[str, Tensor]:
 def test_reused_buffers_bring_the_same_batches(prefetch: int, layout: str) -> None:
     """Extra passes in the middle of the training pass, some mini-batches given up half way."""
     kept: list[kd.MicroBatch] = []
-    store = fill(kd.TrajectoryStore("memory://"), 48)
+    store = fill(kd.TrajectoryStore("memory://", reclaim="never"), 48)
     runs = [loader(store, 40, {"prefetch": prefetch, "layout": layout, "reuse_buffers": reuse}) for reuse in (0, 1)]
     with runs[0] as plain, runs[1] as reusing:
         for one, two in zip(plain, reusing, strict=True):
@@ -184,7 +184,7 @@ def test_reused_buffers_bring_the_same_batches(prefetch: int, layout: str) -> No
 
 def test_reused_arenas_stay_few_over_500_mini_batches() -> None:
     """Counted instead of resident memory, which an allocator rounds. The consumer keeps every micro-batch."""
-    store = fill(kd.TrajectoryStore("memory://"), 500, size=2)
+    store = fill(kd.TrajectoryStore("memory://", reclaim="never"), 500, size=2)
     made, kept = [], []
     with loader(store, 200, {"reuse_buffers": True}, train_batch_size=1, mini_batch_size=1, group_size=2) as run:
         for mini in run:

@@ -21,8 +21,9 @@ from knit_data.flights import Flights
 from knit_data.groups import EXTRAS, Dropped
 from knit_data.intake import Intake
 from knit_data.sampler import Admitted
+from knit_data.store.head import decode_head
 from knit_data.store.memory import ManualClock
-from knit_data.store.segment import decode_head, encode
+from knit_data.store.segment import encode
 from knit_data.store.store import InFlight
 
 SMALL: dict[str, Any] = {"train_batch_size": 1, "mini_batch_size": 1, "group_size": 2}

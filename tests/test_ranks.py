@@ -67,7 +67,8 @@ def steps(_rank: int, _world: int, url: str, stop: int | None = None, state: str
         for mini in run:
             index, _, ids = read_through(mini)
             numbers = [mini.train_batch, mini.epoch, mini.is_last, mini.loss_tokens, mini.n_trajectories, mini.n_groups]
-            own = ("read_s", "verify_s", "bytes_read", "masked", "admit_wait_s", "read_wait_s", "wait_s")
+            own = ("read_s", "verify_s", "copy_s", "bytes_logical", "bytes_unique", "bytes_read", "masked", "wait_s")
+        own = (*own, "admit_wait_s", "read_wait_s")
             stats = {k: v for k, v in mini.stats.items() if k not in own}
             out.append({"ids": ids, "same": [index, *numbers, stats], "state": json.dumps(run.state_dict())})
             if len(out) == stop:
@@ -85,7 +86,8 @@ def merged(ranks: list[Any]) -> list[list[str]]:
     for parts in zip(*ok(ranks), strict=True):
         ids = [name for part in parts for name in part["ids"]]
         assert len(ids) == len(set(ids)) == parts[0]["same"][5]
-        assert all(part["same"] == parts[0]["same"] and part["state"] == parts[0]["state"] for part in parts)
+        assert all(part["same"] == parts[0]["same"] for part in parts)
+        assert all(part["state"] == parts[0]["state"] for part in parts)
         out.append(sorted(ids))
     return out
 

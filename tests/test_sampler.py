@@ -332,7 +332,6 @@ def test_demand_follows() -> None:
         writer.put_group(group(f"{i}a", 2, source) if i < 2 else group(f"{i}a", 1, source))
         if i == 2:
             writer.put_group(group("last", 1, "code"))
-        clock.advance(1.0)  # two mini-batches within a few milliseconds share a demand
         made.next()
         expected = Demand(0, deficits, free) if i < 2 else Demand(1, {("math",): 3, ("code",): 2}, 1)
         assert store.demand() == expected

@@ -33,7 +33,6 @@ from knit_data.staleness import Staleness
 from knit_data.stream import TrajectoryStream, check_reachable
 
 _SLICE = 0.05
-_BRIEF = 0.02  # seconds between two demands of one mini-batch each; longer than a write takes
 _QUIET = 0.2  # seconds between two demands that differ only in what has come
 _TEND = 0.1  # seconds between two looks while nothing is asked for
 
@@ -219,7 +218,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._tended = now
         try:
             self._drain()
-            self._publish_demand(_QUIET)
+            self._publish_demand(at_once=False)
         except Exception as e:
             self._failure = e
 
@@ -259,7 +258,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         if chosen is not None:
             return self._commit(chosen)
         changed, self._starving = needed != self._starving, needed
-        self._publish_demand(0.0 if changed else _QUIET)
+        self._publish_demand(at_once=changed)
         if self.stream.ended:
             if not admission.cut_short():
                 self._end()
@@ -311,7 +310,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         now = self.stream.store.backend.now()
         self._pace.admitted(now, 0.0 if self._waiting_since is None else now - self._waiting_since)
         self._waiting_since, self._starving = None, False
-        self._publish_demand(_BRIEF)
+        self._publish_demand(at_once=True)
         return Admitted(mini_batch(tables, index, before, is_last), entry, self.stream.finite)
 
     def _annotate(self, group: Group) -> InfoTable:
@@ -372,10 +371,10 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
-    def _publish_demand(self, gap: float) -> None:
-        """Unless the last is more recent than this: launchers can wait a little for what changes often."""
+    def _publish_demand(self, at_once: bool) -> None:
+        """What has come changes often, and launchers can wait a little for it."""
         now = self.stream.store.backend.now()
-        if now - self._published < gap:
+        if not at_once and now - self._published < _QUIET:
             return
         self._published = now
         demand = outlook_of(self._admission, self._pace, self._starving, self._intake.yields)

@@ -44,13 +44,13 @@ class OpenFiles:
 
     @contextmanager
     def use_all(self, paths: Iterable[str]) -> Iterator[list[int]]:
-        """-1 for one that cannot be opened. One that was deleted meanwhile may still be read."""
+        """-1 for one that cannot be opened."""
         files = list[_File]()
         try:
             fds = []
             for path in paths:
                 try:
-                    files.append(self._take(path, deleted=True))
+                    files.append(self._take(path))
                     fds.append(files[-1].fd)
                 except OSError:
                     fds.append(-1)
@@ -73,10 +73,10 @@ class OpenFiles:
                 if not file.users and not file.kept:
                     os.close(file.fd)
 
-    def _take(self, path: str, deleted: bool = False) -> _File:
+    def _take(self, path: str) -> _File:
         with self._lock:
             file = self._kept.get(path)
-            if file is not None and (deleted or not _deleted(file.fd)):
+            if file is not None and not _deleted(file.fd):
                 self._kept.move_to_end(path)
                 file.users += 1
                 return file

@@ -52,8 +52,8 @@ _REMEDIES = {
 class LocalBackend:
     """A back end of files. ``fsync=True``: what was created or put also survives a power cut.
 
-    A file that another process deletes is missing here from then on, even if it is still open, but for ``files``, which
-    may read it to its end. Deletes are not synced: a power cut may bring a deleted object back.
+    A file that another process deletes is missing here from then on, even if it is still open. Deletes are not synced:
+    a power cut may bring a deleted object back.
     """
 
     traits = Traits(durable=True, push=False, whole_object=False, poll=_FIRST_POLL, gap=0)

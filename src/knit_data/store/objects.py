@@ -60,7 +60,8 @@ def coalesce(reads: Sequence[Read], gap: int = _GAP, largest: int = _LARGEST) ->
     requests: list[Request] = []
     for key, start, end, i in sorted(pieces):
         last = requests[-1] if requests else None
-        if last is None or last.key != key or start - last.end > gap or max(end, last.end) - last.start > largest:
+        hole = gap if last is not None and last.end > last.start else 0  # not for the sake of a look alone
+        if last is None or last.key != key or start - last.end > hole or max(end, last.end) - last.start > largest:
             last = Request(key, start, end)
             requests.append(last)
         last.end = max(last.end, end)
