@@ -68,7 +68,7 @@ def steps(_rank: int, _world: int, url: str, stop: int | None = None, state: str
             index, _, ids = read_through(mini)
             numbers = [mini.train_batch, mini.epoch, mini.is_last, mini.loss_tokens, mini.n_trajectories, mini.n_groups]
             own = ("read_s", "verify_s", "copy_s", "bytes_logical", "bytes_unique", "bytes_read", "masked", "wait_s")
-        own = (*own, "admit_wait_s", "read_wait_s")
+            own = (*own, "admit_wait_s", "read_wait_s")
             stats = {k: v for k, v in mini.stats.items() if k not in own}
             out.append({"ids": ids, "same": [index, *numbers, stats], "state": json.dumps(run.state_dict())})
             if len(out) == stop:

@@ -97,7 +97,7 @@ def test_only_one_objects_ranges_are_joined_and_holes_are_bounded() -> None:
     assert asked(("a", 0, 10), ("a", 15, 20), gap=5) == [("a", 0, 20)]
     assert asked(("a", 0, 10), ("a", 16, 20), gap=5) == [("a", 0, 10), ("a", 16, 20)]
     assert asked(("a", 0, 10), ("a", 2, 5), ("a", 4, 12)) == [("a", 0, 12)]
-    assert asked(("a", 7, 7), ("a", 90, 95), gap=5) == [("a", 0, 0), ("a", 90, 95)]
+    assert asked(("a", 7, 7), ("a", 90, 95), ("b", 7, 7)) == [("a", 90, 95), ("b", 0, 0)]  # any request tells
 
 
 RANGES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 60), st.integers(0, 25)), max_size=12)

@@ -55,17 +55,22 @@ def coalesce(reads: Sequence[Read], gap: int = _GAP, largest: int = _LARGEST) ->
     pieces = []
     for i, read in enumerate(reads):
         end = read.start + len(read.out)
-        cuts = range(read.start, end, largest)
-        pieces += [(read.key, at, min(at + largest, end), i) for at in cuts] or [(read.key, 0, 0, i)]
+        pieces += [(read.key, at, min(at + largest, end), i) for at in range(read.start, end, largest)]
     requests: list[Request] = []
     for key, start, end, i in sorted(pieces):
         last = requests[-1] if requests else None
-        hole = gap if last is not None and last.end > last.start else 0  # not for the sake of a look alone
-        if last is None or last.key != key or start - last.end > hole or max(end, last.end) - last.start > largest:
+        if last is None or last.key != key or start - last.end > gap or max(end, last.end) - last.start > largest:
             last = Request(key, start, end)
             requests.append(last)
         last.end = max(last.end, end)
         last.pieces.append((i, start, end))
+    by_key = {request.key: request for request in requests}
+    for i, read in enumerate(reads):
+        if not len(read.out):  # whether there is such an object: any request of it tells
+            if read.key not in by_key:
+                by_key[read.key] = Request(read.key, 0, 0)
+                requests.append(by_key[read.key])
+            by_key[read.key].pieces.append((i, 0, 0))
     return requests
 
 
