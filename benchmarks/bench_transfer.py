@@ -313,23 +313,25 @@ def soak(found: Found, folder: Path, seconds: float, load: Workload) -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool, store.writer("rollout-0") as writer:
         reading = pool.submit(soak_reader, store.url, cap)
         until = time.perf_counter() + seconds
-        for number in itertools.count():
-            group = groups[number % len(groups)]
-            assert group.pixels is not None
-            group.pixels[0, 0] = number  # another image each time
-            began = time.perf_counter()
-            if number >= 8 and (began > until or most > DISK or reading.done()):
-                break
-            try:
-                writer.put_group(trajectories(f"{number}", group), timeout=10.0)
-            except kd.WaitTimeout:
-                break
-            puts.append(1e3 * (time.perf_counter() - began))
-            written += group.unique
-            if number % 16 == 0:
-                most = max(most, size_of(str(folder)))
-        took = seconds - max(0.0, until - time.perf_counter())
-        store.seal()
+        try:
+            for number in itertools.count():
+                group = groups[number % len(groups)]
+                assert group.pixels is not None
+                group.pixels[0, 0] = number  # another image each time
+                began = time.perf_counter()
+                if number >= 8 and (began > until or most > DISK or reading.done()):
+                    break
+                try:
+                    writer.put_group(trajectories(f"{number}", group), timeout=10.0)
+                except kd.WaitTimeout:
+                    break
+                puts.append(1e3 * (time.perf_counter() - began))
+                written += group.unique
+                if number % 16 == 0:
+                    most = max(most, size_of(str(folder)))
+            took = seconds - max(0.0, until - time.perf_counter())
+        finally:
+            store.seal()  # or the reader would wait for more
         gets, count = reading.result(300)
     assert count == len(puts) * 8, f"{count} responses read, {len(puts) * 8} put"
     memory = psutil.virtual_memory().total

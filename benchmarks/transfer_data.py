@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -198,7 +199,12 @@ def held_by(role: str) -> int:
 
 def size_of(folder: str) -> int:
     """Bytes of all files in it, as long as they are: a file that is being written has no name yet."""
-    return sum(os.path.getsize(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # reclaimed meanwhile
+                total += os.path.getsize(os.path.join(where, name))
+    return total
 
 
 def forget(folder: str) -> None:
