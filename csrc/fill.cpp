@@ -146,6 +146,9 @@ void fill_slots(Tensor arena, Tensor rows, Tensor bounds, Tensor columns, Tensor
         "fill_slots: row ", i, " has a mask of kind ", r.mask);
     done = r.start + r.tokens;
   }
+  STD_TORCH_CHECK(
+      bound[0] == 0 && bound[extents - 1] == total, "fill_slots: bounds must rise from 0 to ", total, ", found ", bound[0],
+      " to ", bound[extents - 1]);
   for (int64_t e = 0; e + 1 < extents; ++e) {
     STD_TORCH_CHECK(
         0 <= bound[e] && bound[e] <= bound[e + 1] && bound[e + 1] <= total,

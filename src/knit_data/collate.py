@@ -149,7 +149,6 @@ class Collator:
         """Everything that micro-batch j needs and that is not in memory; its media, and the rows to mask."""
         columns, plan, n = sheet.ranges(host), self._reader.plan(share, j), len(sheet.sums)
         outcome = read_verified(self.store.backend, Ranges.concat([columns, plan.ranges()]) if plan.rows else columns)
-        self._count(share, j, sheet, outcome)
         bad = set[int]()
         for unit, error in outcome.errors.items():
             if unit < n:
@@ -157,6 +156,7 @@ class Collator:
                 self._judge(share.table[sheet.rows[row]].id, frame.stored[column], error)
                 bad.add(row)
         taken = self._reader.take(share, j, plan, {u - n: e for u, e in outcome.errors.items() if u >= n})
+        self._count(share, j, sheet, [outcome, *self._reader.more()])
         masked = sorted({*bad, *self._reader.corrupt_rows(share, sheet.rows)})
         self.timing.masked += len(masked)
         return taken, masked
@@ -172,11 +172,11 @@ class Collator:
                 "Restore the file, or pass on_corrupt='mask'."
             )
 
-    def _count(self, share: Share, j: int, sheet: Sheet, outcome: Outcome) -> None:
+    def _count(self, share: Share, j: int, sheet: Sheet, outcomes: Sequence[Outcome]) -> None:
         timing, new = self.timing, share.new_media[j]
-        timing.read_s += outcome.read_s
-        timing.verify_s += outcome.verify_s
-        timing.bytes_read += outcome.nbytes
+        timing.read_s += sum(outcome.read_s for outcome in outcomes)
+        timing.verify_s += sum(outcome.verify_s for outcome in outcomes)
+        timing.bytes_read += sum(outcome.nbytes for outcome in outcomes)
         timing.bytes_logical += sheet.own_bytes + sheet.shown_bytes
         timing.bytes_unique += sheet.own_bytes + (int(share.media_bytes[list(new)].sum()) if new else 0)
 
@@ -189,6 +189,12 @@ class Collator:
             marks[masked, 2] = BLANK
         fill_slots(torch.from_numpy(host), marks, sheet.extents, sheet.padded, sheet.spec)
         part(host, frame["cu_seqlens"], at, len(sheet.cu_seqlens))[...] = sheet.cu_seqlens
+        if masked and not frame.own_positions:  # zeros would look as if none of these tokens had one before it
+            positions = frame["position_ids"]
+            for start, tokens, _ in sheet.marks[masked].tolist():
+                begin = at["position_ids"] + start * positions.item_bytes
+                row = host[begin : begin + tokens * positions.item_bytes].view(positions.kind).reshape(tokens, -1)
+                row[...] = np.arange(tokens)[:, None]
         for f in frame.values:
             view = host[at[f.name] : at[f.name] + n * f.item_bytes]
             if f.column is None:

@@ -44,8 +44,8 @@ class TrajectoryLoader:
     its data-parallel dimensions; ranks along the others get the same data. ``fields``: columns and values to read
     (None: all). ``prefetch``: micro-batches read ahead; 0 works in the caller's thread, and then rank 0 admits only
     while it is inside a call. ``padding``: pad token and multiples. ``on_corrupt``: "raise", or "mask" trajectories
-    whose bytes fail their checksum. ``reuse_buffers``: a micro-batch's tensors are overwritten once the next one was
-    taken, which saves allocations, and on CUDA waits.
+    whose bytes fail their checksum. ``reuse_buffers``: a micro-batch's tensors are overwritten once the next one, of
+    whichever pass, was taken, which saves allocations, and on CUDA waits.
 
     ``next`` returns at once, or within 0.2 s when it must learn whether the stream has ended.
     """

@@ -23,7 +23,7 @@ from knit_data.infos import Array
 from knit_data.recent import Recent
 from knit_data.share import Share
 from knit_data.store.head import torch_dtype
-from knit_data.store.ranges import Ranges, read_verified
+from knit_data.store.ranges import Outcome, Ranges, read_verified
 from knit_data.store.store import TrajectoryStore
 
 CACHE_BYTES = 1 << 27  # host memory for media that may be used again; what goes leaves its place to the next ones
@@ -132,6 +132,7 @@ class MediaReader:
         self._pool = ArenaPool()
         self._kept = Recent[Medium](lambda medium: medium.held)
         self._bad = WeakKeyDictionary[Share, dict[int, KnitError]]()
+        self._more = list[Outcome]()
 
     def plan(self, share: Share, j: int) -> MediaPlan:
         """The reads that micro-batch j needs: what is new in it and not kept, or a stand-in."""
@@ -156,6 +157,11 @@ class MediaReader:
                 "Restore the files."
             )
         return new, None  # no rank has any that is whole: none encodes
+
+    def more(self) -> list[Outcome]:
+        """Of reads that ``take`` made beyond its plan, since this was asked last."""
+        out, self._more = self._more, []
+        return out
 
     def corrupt_rows(self, share: Share, rows: range) -> list[int]:
         """Which of these rows of a micro-batch, counted from 0, use a medium that was found corrupt in it or before."""
@@ -209,7 +215,9 @@ class MediaReader:
         plan = self._plan(share, [u])
         (digest,) = plan.digests
         if plan.rows:
-            self._settle(share, plan, read_verified(self._store.backend, plan.ranges()).errors)
+            outcome = read_verified(self._store.backend, plan.ranges())
+            self._more.append(outcome)
+            self._settle(share, plan, outcome.errors)
         return plan.found.get(digest)
 
     def _judge(self, share: Share, u: int, error: KnitError) -> None:

@@ -162,7 +162,8 @@ class Prefetcher:
         """Stops, and lets go of what was read."""
         self.stop()
         self._minis.clear()
-        self._collate.arenas.close()
+        if self._thread is None or not self._thread.is_alive():  # else it hangs in a read, and still has the arenas
+            self._collate.arenas.close()
 
     def _ask(self, i: int) -> None:
         with self._turn:

@@ -323,3 +323,16 @@ def test_a_stale_descriptor_is_looked_at_again(tmp_path: Path) -> None:
     assert not read_verified(backend, ranges).errors
     assert bytes_of(ranges, 1) == contents["seg/0001"][3:503]
     backend.close()
+
+
+def test_objects_that_several_parts_name_are_opened_once(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path)
+    contents = stored(backend, 3)
+    parts = [ranges_of([[(key, 0, 700)], [(key, 300, 50)]], contents) for key in (*contents, "seg/0001", "seg/0000")]
+    ranges = Ranges.concat(parts)
+    assert sorted(ranges.keys) == sorted(contents) and len(ranges.outs) == 5
+    assert not read_verified(backend, ranges).errors
+    assert [out.tobytes() for out in ranges.outs] == [
+        contents[key][:700] + contents[key][300:350] for key in (*contents, "seg/0001", "seg/0000")
+    ]
+    backend.close()

@@ -113,6 +113,8 @@ def _refusal(
         if mask not in (0, 4, BLANK) and not (mask == 1 and s.masks >= 0):
             return f"row {i} has a mask of kind {mask}"
         done = start + tokens
+    if bounds[0] != 0 or bounds[-1] != s.total:
+        return f"bounds must rise from 0 to {s.total}, found {bounds[0]} to {bounds[-1]}"
     for a, b in pairwise(bounds):
         if not 0 <= a <= b <= s.total:
             return f"bounds must rise from 0 to {s.total}, found {a} before {b}"

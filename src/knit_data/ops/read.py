@@ -25,7 +25,9 @@ from torch import Tensor
 from knit_data.errors import InvalidArgument
 from knit_data.ops import extension
 
-THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_RANKS = os.environ.get("LOCAL_WORLD_SIZE", "1")  # torchrun says how many share this host
+THREADS = max(1, min(8, _CORES // max(1, int(_RANKS) if _RANKS.isdecimal() else 1)))
 _LARGEST_START = 2**62
 
 

@@ -15,6 +15,9 @@ GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # ESTALE: deleted on another
 _FULL = (errno.EMFILE, errno.ENFILE)  # no more descriptors, in this process or on this host
 
 
+_LOOKS = 16  # one in so many reads looks for files that were deleted
+
+
 @dataclass(slots=True, eq=False)
 class _File:
     fd: int
@@ -25,12 +28,13 @@ class _File:
 class OpenFiles:
     """Files open for reading, the least recently used closed first; one in use is closed by its last user.
 
-    A deleted file would keep its space while it is open: it is closed when another is opened and it is the least
-    recently used, or when asked for.
+    A deleted file would keep its space while it is open: it is closed when asked for, when another is opened and it is
+    the least recently used, and after some of the reads.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._reads = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, _File] = OrderedDict()
 
@@ -57,6 +61,15 @@ class OpenFiles:
             yield fds
         finally:
             self._release(files)
+            self._reads += 1
+            if self._reads % _LOOKS == 0:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Files that were deleted, perhaps by another process, keep their space no longer."""
+        with self._lock:
+            for path in [path for path, file in self._kept.items() if _deleted(file.fd)]:
+                self._drop(path)
 
     def forget(self, path: str) -> None:
         with self._lock:

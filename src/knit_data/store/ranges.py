@@ -32,18 +32,19 @@ class Ranges:
 
     @staticmethod
     def concat(parts: Sequence[Ranges]) -> Ranges:
-        """Objects and buffers are numbered through."""
-        if len(parts) == 1:
-            return parts[0]
-        tables, units, keys, outs, done = [], [np.zeros(1, np.int64)], list[str](), list[Array](), 0
+        """Buffers are numbered through; an object that several parts name is one."""
+        tables, units, outs, done = [], [np.zeros(1, np.int64)], list[Array](), 0
+        numbers = dict[str, int]()  # of objects, each once
         for part in parts:
-            tables.append(part.table + np.array([len(keys), 0, 0, len(outs), 0]))
+            which = np.array([numbers.setdefault(key, len(numbers)) for key in part.keys], np.int64)
+            table = part.table + np.array([0, 0, 0, len(outs), 0])
+            table[:, 0] = which[part.table[:, 0]]
+            tables.append(table)
             units.append(part.units[1:] + done)
-            keys += part.keys
             outs += part.outs
             done += len(part.table)
         sums = np.concatenate([part.sums for part in parts])
-        return Ranges(keys, outs, np.concatenate(tables), np.concatenate(units), sums)
+        return Ranges(list(numbers), outs, np.concatenate(tables), np.concatenate(units), sums)
 
 
 @dataclass(eq=False)
