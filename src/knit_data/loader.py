@@ -44,8 +44,9 @@ class TrajectoryLoader:
     its data-parallel dimensions; ranks along the others get the same data. ``fields``: columns and values to read
     (None: all). ``prefetch``: micro-batches read ahead; 0 works in the caller's thread, and then rank 0 admits only
     while it is inside a call. ``padding``: pad token and multiples. ``on_corrupt``: "raise", or "mask" trajectories
-    whose bytes fail their checksum. ``reuse_buffers``: a micro-batch's tensors are overwritten once the next one, of
-    whichever pass, was taken, which saves allocations, and on CUDA waits.
+    whose bytes fail their checksum (``loss_tokens`` stays as admitted; a damaged head of a segment is raised all the
+    same). ``reuse_buffers``: a micro-batch's tensors are overwritten once the next one, of whichever pass, was taken,
+    which saves allocations, and on CUDA waits.
 
     ``next`` returns at once, or within 0.2 s when it must learn whether the stream has ended.
     """
@@ -187,8 +188,9 @@ class TrajectoryLoader:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Running totals since this loader was built or given a state. Reading is this rank's own; groups dropped and
-        left over are final once the stream ended, on global rank 0 also after ``close``."""
+        """Running totals since this loader was built or given a state. Seconds and bytes are this rank's own, extra
+        passes included; the rest is of all ranks. Groups dropped and left over are final once the stream ended, on
+        global rank 0 also after ``close``."""
         return dict(self._totals)
 
     # -- closing ----------------------------------------------------------------------------------------------------

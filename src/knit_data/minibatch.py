@@ -187,7 +187,10 @@ class MiniBatch:
         if live is None or j == live.share.count:
             return None
         self._owner.must_be_current(self)
-        return self._owner.running().extra(self.number, j, fields)
+        began = time.perf_counter()
+        micro = self._owner.running().extra(self.number, j, fields)
+        self.waits["read_wait_s"] += time.perf_counter() - began
+        return micro
 
     def _numbers(self) -> Numbers:
         live = self._touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import json
 import math
@@ -622,3 +623,17 @@ def test_calls_are_counted_exactly_in_many_threads() -> None:
 def test_a_fault_that_cannot_be_is_refused(op: Any, error: Any) -> None:
     with pytest.raises(InvalidArgument, match=f"{op}|{error}"):
         Fault(op, error=error)
+
+
+def test_a_store_that_nobody_closed_leaves_no_file_open(tmp_path: Path) -> None:
+    def use() -> None:
+        backend = LocalBackend(tmp_path)
+        for i in range(5):
+            backend.create(f"k{i}", [b"x"])
+            assert read(backend, f"k{i}", 0, 1) == b"x"
+        assert len(os.listdir("/proc/self/fd")) >= before + 5
+
+    before = len(os.listdir("/proc/self/fd"))
+    use()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -76,8 +76,14 @@ class OpenFiles:
             self._drop(path)
 
     def close(self) -> None:
+        """Closes what nobody uses, and the rest after use."""
         for path in list(self._kept):
             self.forget(path)
+
+    def __del__(self) -> None:
+        """Of a store that nobody closed."""
+        for file in self._kept.values():
+            os.close(file.fd)
 
     def _release(self, files: Iterable[_File]) -> None:
         with self._lock:

@@ -192,6 +192,7 @@ class TrajectoryStore(Catalogue):
         )
 
     def close(self) -> None:
+        """Gives up open files and connections; nothing that was stored is touched. Not to be used afterwards."""
         self.backend.close()
 
     def _name_of(self, writer: int) -> str:
