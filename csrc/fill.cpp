@@ -115,6 +115,10 @@ void fill_slots(Tensor arena, Tensor rows, Tensor bounds, Tensor columns, Tensor
   STD_TORCH_CHECK(
       (width == 1 || width == 2 || width == 4 || width == 8) && 0 <= total && total <= size,
       "fill_slots: ", total, " slots of ids of ", width, " bytes in an arena of ", size);
+  const int64_t largest = width == 8 ? INT64_MAX : width == 1 ? 255 : (int64_t{1} << (8 * width - 1)) - 1;
+  const int64_t smallest = width == 1 ? 0 : -largest - 1;
+  STD_TORCH_CHECK(
+      smallest <= spec.pad && spec.pad <= largest, "fill_slots: pad id ", spec.pad, " does not fit ids of ", width, " bytes");
   const auto inside = [&](int64_t at, int64_t bytes, int64_t align) {
     return at >= 0 && bytes >= 0 && (bytes == 0 || total <= size / bytes) && at <= size - total * bytes && at % align == 0;
   };

@@ -5,9 +5,9 @@
 #include <chrono>
 #include <climits>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -125,8 +125,8 @@ class Reader {
     for (int64_t i = 1; i < std::min(threads, static_cast<int64_t>(tasks_.size())); ++i) {
       try {
         helpers.emplace_back([this] { work(); });
-      } catch (const std::system_error&) {
-        break;  // no more threads to be had: the others do it
+      } catch (const std::exception&) {
+        break;  // no more threads, or memory for one, to be had: the others do it
       }
     }
     work();

@@ -162,7 +162,9 @@ def test_reused_buffers_bring_the_same_batches(prefetch: int, layout: str) -> No
     """Extra passes in the middle of the training pass, some mini-batches given up half way."""
     kept: list[kd.MicroBatch] = []
     store = fill(kd.TrajectoryStore("memory://", reclaim="never"), 48)
-    runs = [loader(store, 40, {"prefetch": prefetch, "layout": layout, "reuse_buffers": reuse}) for reuse in (0, 1)]
+    runs = [
+        loader(store, 40, {"prefetch": prefetch, "layout": layout, "reuse_buffers": reuse}) for reuse in (False, True)
+    ]
     with runs[0] as plain, runs[1] as reusing:
         for one, two in zip(plain, reusing, strict=True):
             again = one.micro_batches("logprobs"), two.micro_batches("logprobs")

@@ -853,3 +853,24 @@ def test_the_stats_of_a_resumed_loader_are_its_own():
         for mini in run:
             list(mini)
         assert run.stats["dropped/filtered"] == 0 and run.stats["groups"] == 4
+
+
+@pytest.mark.parametrize("state", [None, 3, "state", []])
+def test_what_is_no_state_is_refused_by_both_of_its_doors(state):
+    with loader(fill(kd.TrajectoryStore("memory://"), 4)) as run:
+        for door in (run.load_state_dict, run.commit):
+            with pytest.raises(kd.StateError, match="what state_dict"):
+                door(state)
+
+
+@pytest.mark.parametrize("options", [{"device": "meta"}, {"device": "mps"}, {"reuse_buffers": "yes"}])
+def test_devices_and_switches_that_are_none_are_refused(options):
+    with pytest.raises(kd.InvalidArgument, match=r"supported are|True or False"):
+        loader(kd.TrajectoryStore("memory://"), options=options)
+
+
+def test_a_demand_that_cannot_be_written_does_not_stop_training():
+    store = fill(kd.TrajectoryStore("memory://", reclaim="never"), 4)
+    store.backend.faults.append(Fault("put", "registers/demand", times=None, error=kd.Unreachable("read-only")))
+    with loader(store, options={"prefetch": 0}) as run, pytest.warns(UserWarning, match="demand could not be written"):
+        assert sum(len(micro.infos) for mini in run for micro in mini) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -60,3 +61,50 @@ def test_a_few_large_ones_are_enough(kept: int, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "_MOST_AHEAD", (kept - 1) * nbytes + 1)
         counts, total = most_ahead(run, kept, monkeypatch)
     assert total == 32 and max(counts) == kept - 1
+
+
+# -- the thread --------------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_cannot_begin_is_an_error_of_the_consumer(monkeypatch):
+    """As where no more threads, or memory for one, are to be had."""
+
+    def refuse() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(module, "_work_in_one_thread", refuse)
+    with loader(fill(kd.TrajectoryStore("memory://"), 4)) as run, pytest.raises(RuntimeError, match="new thread"):
+        list(next(run))
+
+
+def test_a_fork_is_told_that_the_thread_is_not_there_and_leaves_the_parent_alone():
+    store = fill(kd.TrajectoryStore("memory://"), 12)
+    with loader(store) as run:
+        list(next(run))
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                list(run)
+            except kd.KnitError as e:
+                code = 0 if "forked" in str(e) else 2
+            run.close()  # as at its exit
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert sum(len(micro.infos) for mini in run for micro in mini) > 0
+
+
+def test_control_c_without_a_thread_is_no_error_of_every_later_call(monkeypatch):
+    store = fill(kd.TrajectoryStore("memory://"), 12)
+    with loader(store, options={"prefetch": 0}) as run:
+        list(next(run))
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run.running()._admit, "tend", interrupted)
+            patch.setattr(module.Prefetcher, "_choose", lambda *_: None)
+            with pytest.raises(KeyboardInterrupt):
+                run.running()._step()
+        assert sum(len(micro.infos) for mini in run for micro in mini) > 0

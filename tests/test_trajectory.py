@@ -415,3 +415,8 @@ def test_digests_are_equal_exactly_for_equal_content(one: Any, two: Any) -> None
 
 def test_the_worked_examples_hold() -> None:
     assert doctest.testmod(trajectory_module).failed == 0
+
+
+def test_numbers_beyond_float_and_tensors_without_content_are_refused() -> None:
+    refused([trajectory("t", **columns(), values={"reward": 10**400})], "'t'", "'reward'", "NaN or infinite")
+    refused([trajectory("t", tokens={"input_ids": torch.zeros(3, dtype=torch.int64, device="meta")})], "'t'", "meta")

@@ -22,8 +22,30 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from knit_data.arena import Delivery, Stage, capacity
+from knit_data.arena import Arenas, Delivery, HostArenas, Stage, capacity
+from knit_data.errors import InvalidArgument
 from knit_data.infos import Array
+
+
+def resolved(device: str | torch.device) -> torch.device:
+    """With its index: the loader's thread would start on device 0."""
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise InvalidArgument(f"device={device!r} is no device: {str(e).splitlines()[0]}") from e
+    if resolved.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"device={str(device)!r}: supported are 'cpu' and 'cuda'.")
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InvalidArgument(f"device={str(device)!r}, but this machine has no CUDA device; pass device='cpu'.")
+        if resolved.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    return resolved
+
+
+def arenas_for(device: torch.device, depth: int, reuse: bool) -> Arenas:
+    """Call it in the consumer's thread."""
+    return DeviceArenas(device, depth, reuse) if device.type == "cuda" else HostArenas(reuse)
 
 
 class DeviceArenas:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from knit_data.arena import Arenas, HostArenas
 from knit_data.collate import Collator
-from knit_data.device import DeviceArenas
-from knit_data.errors import InvalidArgument, UsageError
+from knit_data.device import arenas_for, resolved
+from knit_data.errors import InvalidArgument, StateError, UsageError
 from knit_data.exchange import Exchange
 from knit_data.groups import REASONS
 from knit_data.ledger import Progress
@@ -71,6 +71,8 @@ class TrajectoryLoader:
             raise InvalidArgument(f"layout must be 'packed' or 'padded', found {layout!r}.")
         if on_corrupt not in ("raise", "mask"):
             raise InvalidArgument(f"on_corrupt must be 'raise' or 'mask', found {on_corrupt!r}.")
+        if not isinstance(reuse_buffers, bool):
+            raise InvalidArgument(f"reuse_buffers must be True or False, found {reuse_buffers!r}.")
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise InvalidArgument(f"prefetch must be an int >= 0, found {prefetch!r}.")
         self.sampler, self.layout, self.prefetch, self.reuse_buffers = sampler, layout, prefetch, reuse_buffers
@@ -80,14 +82,14 @@ class TrajectoryLoader:
         self.max_tokens = max_tokens_per_micro_batch
         sampler.limit_tokens(longest_that_fits(self.max_tokens, self.padding, layout))
         self.fields = as_fields(fields)
-        self.device = _resolved(device)
+        self.device = resolved(device)
         self.on_corrupt = on_corrupt
         self._ledger = sampler.ledger_of()
         self._exchange = Exchange(mesh, dp, self._config())
         self._reclaiming = Reclaiming(sampler.stream.store, self._exchange, self._ledger)
         self._state: dict[str, Any] | None = None
         self._running: Prefetcher | None = None
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._ended: End | None = None
         self._exhausted = False
         self._era = 0  # one more after every load_state_dict: mini-batches handed out before it are over
@@ -160,7 +162,7 @@ class TrajectoryLoader:
 
         Call it on every rank with the same state. Afterwards publish the restored weights and their version.
         """
-        ledger = self.sampler.ledger_of(state)
+        ledger = self.sampler.ledger_of(_given(state))
         self._halt()
         self._exchange.restart()
         self._ledger, self._state = ledger, dict(state)
@@ -180,7 +182,7 @@ class TrajectoryLoader:
         """
         if self._closed:
             raise UsageError("commit after close: the loader is closed; commit before, or let the next run do it.")
-        self._reclaiming.commit(self.sampler.ledger_of(state), self._consumed())
+        self._reclaiming.commit(self.sampler.ledger_of(_given(state)), self._consumed())
         if self._running is None or not self.prefetch:
             self._reclaiming.work()  # else the thread does, between its reads
 
@@ -200,6 +202,8 @@ class TrajectoryLoader:
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._process:
+            return  # a fork of the process that it was built in, which goes on
         if self._exchange.rank == 0 and self._running is not None and self._ended is None:
             self.sampler.stream.stop()
             self._running.stop()  # first: until then it admits
@@ -232,15 +236,15 @@ class TrajectoryLoader:
                 admit = Follow(self._exchange)
             work, name = Beside(admit, self._reclaiming), f"knit-loader-{next(_names)}"
             self._running = Prefetcher(work, self._collator(), self._exchange, self.prefetch, name)
-            self._reaper = weakref.finalize(self, _let_go, self._running, self._reclaiming)
+            self._reaper = weakref.finalize(self, _let_go, os.getpid(), self._running, self._reclaiming)
         return self._running
 
     def _collator(self) -> Collator:
-        store, cuda = self.sampler.stream.store, self.device.type == "cuda"
-        arenas: Arenas = (
-            DeviceArenas(self.device, self.prefetch, self.reuse_buffers) if cuda else HostArenas(self.reuse_buffers)
+        arenas = arenas_for(self.device, self.prefetch, self.reuse_buffers)
+        pinned = self.device.type == "cuda"
+        return Collator(
+            self.sampler.stream.store, self.layout, self.padding, arenas, self.fields, self.on_corrupt, pinned
         )
-        return Collator(store, self.layout, self.padding, arenas, self.fields, self.on_corrupt, cuda)
 
     def _begin(self) -> None:
         try:
@@ -366,26 +370,20 @@ class TrajectoryLoader:
             "fields": None if self.fields is None else sorted(self.fields),
             "prefetch": self.prefetch,
             "on_corrupt": self.on_corrupt,
+            "reuse_buffers": self.reuse_buffers,
         }
 
 
-def _let_go(running: Prefetcher, reclaiming: Reclaiming) -> None:
-    running.close()
-    reclaiming.release()
+def _let_go(process: int, running: Prefetcher, reclaiming: Reclaiming) -> None:
+    if os.getpid() == process:  # the claim on the store is the parent's, and so is the thread
+        running.close()
+        reclaiming.release()
 
 
-def _resolved(device: str | torch.device) -> torch.device:
-    """With its index: the loader's thread would start on device 0."""
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError) as e:
-        raise InvalidArgument(f"device={device!r} is no device: {str(e).splitlines()[0]}") from e
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise InvalidArgument(f"device={str(device)!r}, but this machine has no CUDA device; pass device='cpu'.")
-        if resolved.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-    return resolved
+def _given(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise StateError(f"a state is what state_dict() returned, found {type(state).__name__}.")
+    return state
 
 
 _live_loaders: weakref.WeakSet[TrajectoryLoader] = weakref.WeakSet()

@@ -216,12 +216,17 @@ class Prefetcher:
         self.raise_failure()
         if self._stop:
             raise UsageError("the loader is closed; build a new one, with load_state_dict to go on.")
+        if self._thread is not None and not self._thread.is_alive():
+            raise UsageError("the loader's thread is gone: was this process forked? Build stores and loaders after it.")
         return False
 
     # -- thread -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        _work_in_one_thread()
+        try:
+            _work_in_one_thread()
+        except BaseException as e:  # no thread, or memory for one, is to be had
+            self._fail(e)
         while not self._stop and self._error is None:
             self._step()
 
@@ -244,12 +249,15 @@ class Prefetcher:
             elif job is not None:
                 self._try_admit(job, wanted)
         except BaseException as e:
-            if self._thread is None and isinstance(job, _Need) and not isinstance(e, Exception):
-                raise  # Ctrl-C in the caller's own read: nothing was decided, the next call reads again
-            self._exchange.report(e)
-            with self._turn:
-                self._error, self._trace = e, e.__traceback__
-                self._turn.notify_all()
+            if self._thread is None and not isinstance(e, Exception):
+                raise  # Ctrl-C in the caller's own work: a read is made again, and the sampler says what became of it
+            self._fail(e)
+
+    def _fail(self, e: BaseException) -> None:
+        self._exchange.report(e)
+        with self._turn:
+            self._error, self._trace = e, e.__traceback__
+            self._turn.notify_all()
 
     def _choose(self, wanted: bool) -> _Need | int | None:
         need = self._need

@@ -19,7 +19,7 @@ from torchdata.nodes import BaseNode
 
 from knit_data.admission import Admission, AdmittedMiniBatch, Sizes, check_progress, mini_batch
 from knit_data.demand import Outlook, Pace, outlook_of
-from knit_data.errors import InvalidArgument, InvalidGroup, UsageError, WaitTimeout
+from knit_data.errors import InvalidArgument, InvalidGroup, StoreError, UsageError, WaitTimeout
 from knit_data.explain import Around, explain
 from knit_data.flights import Flights
 from knit_data.groups import Group, Terms
@@ -379,8 +379,13 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._published = now
         demand = outlook_of(self._admission, self._pace, self._starving, self._intake.yields)
         if demand != self._demanded:
-            self.stream.store.publish_demand(demand)
-            self._demanded = demand
+            try:
+                self.stream.store.publish_demand(demand)
+                self._demanded = demand
+            except StoreError as e:  # launchers go on with the last one; the next is tried again
+                warnings.warn(
+                    f"the demand could not be written, launchers do not see it: {e}", UserWarning, stacklevel=2
+                )
 
     def _seats(self) -> QuotaSeats:
         return QuotaSeats(self.quotas, self.sizes.train_batch, None, self.sizes.mini_batch)

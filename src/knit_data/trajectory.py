@@ -142,7 +142,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def value_tensor(value: Tensor | float) -> Tensor:
     """A per-trajectory value as stored: Python numbers and half-precision scalars as float32."""
     if not isinstance(value, Tensor):
-        return torch.tensor(float(value), dtype=torch.float32)
+        huge = isinstance(value, int) and abs(value) > 10**300  # more than a float holds
+        return torch.tensor(math.inf if huge else float(value), dtype=torch.float32)
     if value.ndim == 0 and value.dtype in (torch.float16, torch.bfloat16):
         return value.float()
     return value
@@ -224,7 +225,7 @@ def _check(t: Trajectory, looked_at: set[int]) -> None:
             raise InvalidTrajectory(f"{who}: the value name {name!r} is taken by a column; rename it.")
         if not isinstance(raw, Tensor | Real):
             raise InvalidTrajectory(f"{who}: value {name!r} must be a tensor or a number, found {type(raw).__name__}.")
-        if isinstance(raw, Tensor) or not abs(float(raw)) < _SURELY_FLOAT32:
+        if isinstance(raw, Tensor) or not abs(raw) < _SURELY_FLOAT32:
             _check_tensor(f"{who}: value {name!r}", value_tensor(raw))
     _check_media(t, who, n, looked_at)
 
@@ -233,8 +234,8 @@ def _check_tokens(t: Trajectory, who: str) -> int:
     ids = t.tokens.get("input_ids")
     if ids is None:
         raise InvalidTrajectory(f"{who}: tokens need 'input_ids', found {list(t.tokens)}.")
-    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype not in INTEGERS or ids.shape[0] < 2:
-        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+    if not isinstance(ids, Tensor) or ids.is_meta or ids.ndim != 1 or ids.dtype not in INTEGERS or len(ids) < 2:
+        found = f"{ids.dtype} {list(ids.shape)} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InvalidTrajectory(f"{who}: input_ids must be integers of shape [n], n >= 2, found {found}.")
     n = ids.shape[0]
     if (least := int(ids.min())) < 0:

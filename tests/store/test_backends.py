@@ -637,3 +637,11 @@ def test_a_store_that_nobody_closed_leaves_no_file_open(tmp_path: Path) -> None:
     use()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pipe_in_the_place_of_an_object_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "k")
+    backend = LocalBackend(tmp_path)
+    error = read(backend, "k", 0, 1)
+    assert isinstance(error, Unreachable) and "not a regular file" in str(error)
+    backend.close()

@@ -12,7 +12,6 @@ Padding gets the pad id, and zeros in every other column.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -47,10 +46,10 @@ class Spec(NamedTuple):
 
 def fill_slots_reference(arena: Tensor, rows: Tensor, bounds: Tensor, columns: Tensor, spec: Tensor) -> None:
     """The specification, row by row. Also the kernel where the extension was not built."""
-    s, table, edges = Spec(*spec.tolist()), rows.view(-1, 3).tolist(), bounds.tolist()
-    refusal = _refusal(arena.numel(), s, table, edges, columns.view(-1, 2).tolist())
+    refusal = _wrong_tensors(arena, rows, bounds, columns, spec) or _wrong_numbers(arena, rows, bounds, columns, spec)
     if refusal is not None:
         raise InvalidArgument(f"fill_slots: {refusal}")
+    s, table, edges = Spec(*spec.tolist()), rows.view(-1, 3).tolist(), bounds.tolist()
     memory = arena.numpy()
 
     def part(at: int, dtype: Any) -> NDArray[Any] | None:
@@ -91,12 +90,37 @@ def fill_slots_reference(arena: Tensor, rows: Tensor, bounds: Tensor, columns: T
                 positions[start : start + tokens] = np.arange(tokens)
 
 
-def _refusal(
-    size: int, s: Spec, rows: Sequence[Sequence[int]], bounds: Sequence[int], columns: Sequence[Sequence[int]]
-) -> str | None:
+def _wrong_tensors(arena: Tensor, *tables: Tensor) -> str | None:
+    """What is wrong with the tensors whatever they hold, or None. The C++ kernel tests the same."""
+    if arena.dtype != torch.uint8 or arena.device.type != "cpu" or not arena.is_contiguous():
+        return f"arena must be a contiguous uint8 tensor on the CPU, found {arena.dtype} on {arena.device}"
+    for table in tables:
+        if table.dtype != torch.int64 or table.device.type != "cpu" or not table.is_contiguous():
+            return (
+                "rows, bounds, columns and spec must be contiguous int64 tensors on the CPU, found "
+                f"{table.dtype} on {table.device}"
+            )
+    rows, bounds, columns, spec = (table.numel() for table in tables)
+    if rows % 3 or columns % 2 or not bounds or spec != len(Spec._fields):
+        return (
+            f"{rows} numbers of rows, {columns} of columns, {bounds} bounds and {spec} of spec: give 3 a row, 2 a "
+            f"column, at least one bound and {len(Spec._fields)}"
+        )
+    return None if arena.data_ptr() % 8 == 0 else "the arena must start at a multiple of 8 bytes"
+
+
+def _wrong_numbers(arena: Tensor, *tables: Tensor) -> str | None:
     """What is wrong with the numbers, or None. The C++ kernel tests the same."""
+    flat, bounds, pairs, spec = (table.flatten().tolist() for table in tables)
+    rows, columns = (
+        [flat[i : i + 3] for i in range(0, len(flat), 3)],
+        [pairs[i : i + 2] for i in range(0, len(pairs), 2)],
+    )
+    s, size = Spec(*spec), arena.numel()
     if s.ids_bytes not in _IDS or not 0 <= s.total <= size:
         return f"{s.total} slots of ids of {s.ids_bytes} bytes in an arena of {size}"
+    if not np.iinfo(_IDS[s.ids_bytes]).min <= s.pad <= np.iinfo(_IDS[s.ids_bytes]).max:
+        return f"pad id {s.pad} does not fit ids of {s.ids_bytes} bytes"
     parts = [("ids", s.ids, s.ids_bytes), ("loss", s.loss, 4), ("labels", s.labels, 8), ("rows", s.rows, 4)]
     for name, at, width in (("masks", s.masks, 1), ("positions", s.positions, 8), ("attention", s.attention, 8)):
         parts += [(name, at, width)] if at != -1 else []
@@ -161,8 +185,7 @@ def fill_slots(
     except RuntimeError as error:
         if isinstance(error, InvalidArgument):
             raise
-        numbers = Spec(*np.asarray(spec, np.int64).tolist())
-        refusal = _refusal(arena.numel(), numbers, rows.tolist(), bounds.tolist(), columns.tolist())
+        refusal = _wrong_tensors(arena, *tables) or _wrong_numbers(arena, *tables)
         if refusal is None:
             raise
         raise InvalidArgument(f"fill_slots: {refusal}") from None

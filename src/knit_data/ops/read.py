@@ -13,6 +13,7 @@ threads, each of which hashes what it read while its cache still holds it. The i
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 
@@ -97,8 +98,10 @@ def _fill(fd: int, target: memoryview, start: int) -> int:
     while done < len(target):
         try:
             got = os.preadv(fd, [target[done:]], start + done)
+        except OverflowError:
+            return -errno.EBADF
         except OSError as error:
-            return -(error.errno or 1)
+            return -(error.errno or errno.EIO)
         if not got:
             break
         done += got
@@ -156,6 +159,8 @@ def read_ranges(
     Raises:
         InvalidArgument: before anything is read.
     """
+    if not len(units):
+        raise InvalidArgument("read_ranges: units must begin with 0 and end with the number of ranges, found none")
     found, sums, spent = np.empty(len(ranges), np.int64), np.zeros(len(units) - 1, np.int64), np.zeros(2, np.int64)
     tensors = [torch.from_numpy(array) for array in (files, ranges, units, found, sums, spent)]
     try:

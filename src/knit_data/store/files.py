@@ -77,8 +77,9 @@ class OpenFiles:
 
     def close(self) -> None:
         """Closes what nobody uses, and the rest after use."""
-        for path in list(self._kept):
-            self.forget(path)
+        with self._lock:
+            for path in list(self._kept):
+                self._drop(path)
 
     def __del__(self) -> None:
         """Of a store that nobody closed."""
@@ -125,11 +126,14 @@ class OpenFiles:
 
 
 def open_file(path: str) -> int:
-    fd = os.open(path, os.O_RDONLY)
-    if stat.S_ISDIR(os.fstat(fd).st_mode):
-        os.close(fd)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would have it wait for a writer
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(mode):
         raise FileNotFoundError(errno.ENOENT, "a folder, not an object", path)
-    return fd
+    raise OSError(errno.EINVAL, "not a regular file", path)
 
 
 def open_fresh(path: str) -> int:
