@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -332,6 +333,30 @@ class Prefetcher:
             return False
         exchange.late(i)
         return True
+
+
+class Ticker:
+    """Calls a method every so many seconds from a thread of its own: until it returns False, its object is gone, or
+    ``stop``, after which the thread has ended."""
+
+    def __init__(self, method: Callable[[], bool], seconds: float, name: str) -> None:
+        self._over = threading.Event()
+        work = (weakref.WeakMethod(method), self._over, seconds)
+        self._thread = threading.Thread(target=_tick, args=work, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=30.0)
+
+
+def _tick(method: weakref.WeakMethod[Callable[[], bool]], over: threading.Event, seconds: float) -> None:
+    while not over.wait(seconds):
+        call = method()
+        if call is None or not call():
+            return
+        del call  # while it waits it keeps nothing alive
 
 
 def _work_in_one_thread() -> None:

@@ -2,7 +2,8 @@
 
 Rank 0 of a loader deletes. A segment is safe to go when every rank has consumed all its rows and no later pass, and no
 resume from the loader's own state, reads it again; ``reclaim="commit"`` also waits until a durable checkpoint says so.
-All of it happens in the loader's thread, between its reads, so that none of them meets a segment that has just gone.
+All of it happens in the loader's thread, between its reads, so that none of them meets a segment that has just gone;
+only that rank 0 lives is said by a thread of its own, however long a read or an optimizer step takes.
 
 Writer 0 with rows (segment, item) (0, 0) (0, 1) (1, 0) (2, 0), all but (1, 0) consumed: floor 1. Segment 2 stays,
 because names are dense and one number says what is gone.
@@ -17,9 +18,9 @@ from collections.abc import Mapping
 from knit_data.errors import ConsumerConflict, RankError, StateError
 from knit_data.exchange import Exchange
 from knit_data.ledger import Ledger, Progress
-from knit_data.prefetch import Admit
+from knit_data.prefetch import Admit, Ticker
 from knit_data.share import End, Share
-from knit_data.store.consumer import Consumer
+from knit_data.store.consumer import BEAT, Consumer
 from knit_data.store.store import TrajectoryStore
 
 Floors = Mapping[int, int]  # writer -> its first segment that is still needed
@@ -35,6 +36,7 @@ class Reclaiming:
         self._exchange, self._on, self._eager = exchange, store.reclaim != "never", store.reclaim == "consumed"
         self._leads = exchange.rank == 0
         self._consumer = Consumer(store)
+        self._ticker: Ticker | None = None
         self.restart(ledger)
 
     def restart(self, ledger: Ledger) -> None:
@@ -43,12 +45,13 @@ class Reclaiming:
         self._commits: deque[Floors] = deque()
         self._safe: Floors = ledger.floors()
         self._durable: dict[int, int] = {}
-        self._done: Floors = {}
+        self._done: Floors = {}  # all below is gone
 
     def claim(self) -> None:
         """Rank 0, before it reads: raises ConsumerConflict if another trainer consumes this store."""
         if self._on:
             self._consumer.claim()
+            self._tick()
 
     def settled(self, number: int, ledger: Ledger) -> None:
         """This rank has consumed mini-batch ``number`` of its loader, and all before it."""
@@ -79,29 +82,42 @@ class Reclaiming:
                     self._exchange.send_floors(self._commits.popleft())
 
     def close(self) -> None:
-        """The last work; the next consumer need not wait."""
+        """The last work, all of it; the next consumer need not wait."""
         if self._consumer.held or not self._leads:
-            self._done = {}  # what failed is tried again
+            self._consumer.retry()
             with contextlib.suppress(ConsumerConflict):
                 self.work()
+                while self._leads and self._floors() != self._done and not self._consumer.rests:
+                    self.work()
         self.release()
 
     def release(self) -> None:
+        if self._ticker is not None:
+            self._ticker.stop()
         self._consumer.release()
 
     def _lead(self) -> None:
         self._consumer.beat()
         self._commits.extend(self._exchange.floors())
+        if self._commits:
+            self._consumer.retry()  # the same state once more is a wish to try again
         while self._commits:
             for writer, floor in self._commits.popleft().items():
                 self._durable[writer] = max(floor, self._durable.get(writer, 0))
         while self._settled and self._exchange.all_settled(self._settled[0][0]):
             _, self._safe = self._settled.popleft()
-        safe, due = self._safe, self._safe if self._eager else self._durable
-        floors = {writer: min(floor, safe.get(writer, 0)) for writer, floor in due.items()}
-        if floors != self._done:
+        floors = self._floors()
+        if floors != self._done and self._consumer.reclaim(floors):
             self._done = floors
-            self._consumer.reclaim(floors)
+        self._tick()
+
+    def _tick(self) -> None:
+        if self._ticker is None and self._consumer.held:
+            self._ticker = Ticker(self._consumer.lives, BEAT, "knit-reclaiming")
+
+    def _floors(self) -> Floors:
+        safe, due = self._safe, self._safe if self._eager else self._durable
+        return {writer: min(floor, safe.get(writer, 0)) for writer, floor in due.items()}
 
 
 class Beside:

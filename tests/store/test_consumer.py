@@ -51,6 +51,35 @@ class Meanwhile(Watched):
         return found
 
 
+class Slow(Watched):
+    """Each delete takes so many seconds."""
+
+    def __init__(self, store: kd.TrajectoryStore, clock: ManualClock, seconds: float) -> None:
+        super().__init__(store.backend)
+        self.clock, self.seconds = clock, seconds
+        store.backend = self  # type: ignore[assignment]
+
+    def delete(self, keys: list[str]) -> None:
+        self.calls.append(("delete", (keys,)))
+        self.inner.delete(keys)
+        self.clock.advance(self.seconds)
+
+
+class Stalled(Watched):
+    """Before a put of this key arrives, something happens, once."""
+
+    def __init__(self, store: kd.TrajectoryStore, key: str, happens: Callable[[], Any]) -> None:
+        super().__init__(store.backend, happens=happens)
+        self.key = key
+        store.backend = self  # type: ignore[assignment]
+
+    def put(self, key: str, value: bytes) -> None:
+        if key == self.key:
+            self.key = ""
+            self._happen()
+        self.inner.put(key, value)
+
+
 # -- who --------------------------------------------------------------------------------------------------------------
 
 
@@ -161,11 +190,87 @@ def test_one_delete_a_writer_and_no_floor_is_lowered() -> None:
     assert (store.floor(0), store.floor(1)) == (4, 2)
 
 
-def test_many_segments_go_in_deletes_of_a_thousand() -> None:
+def deletes(backend: Watched) -> list[int]:
+    return [len(args[0]) for name, args in backend.calls if name == "delete"]
+
+
+def test_many_segments_go_in_deletes_of_256_and_one_look_at_who_reclaims() -> None:
     store, _ = filled(1)
     consumer, backend = Consumer(store), watched(store)
-    consumer.reclaim({0: 2500})
-    assert [len(args[0]) for name, args in backend.calls if name == "delete"] == [1024, 1024, 452]
+    assert consumer.reclaim({0: 600})
+    assert deletes(backend) == [256, 256, 88]
+    assert sum((name, *args[:1]) == ("get", KEY) for name, args in backend.calls) == 2  # to claim, and to say what went
+
+
+def test_a_slow_storage_is_left_in_time_for_a_beat_and_a_read() -> None:
+    store, clock = filled(1)
+    consumer, backend = Consumer(store), Slow(store, clock, 0.2)
+    calls = list(iter(lambda: consumer.reclaim({0: 1100, 1: 1}), True))
+    assert calls == [False] * 2
+    assert deletes(backend) == [256, 256, 256, 256, 76, 1]
+
+
+def test_a_failure_is_tried_again_half_a_second_later_or_when_asked() -> None:
+    store, clock = filled()
+    consumer = Consumer(store)
+    fault = Fault("put", "registers/floor*", times=2, error=Unreachable("down"))
+    store.backend.faults.append(fault)  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="could not be deleted"):
+        assert not consumer.reclaim({0: 2})
+    clock.advance(0.25)
+    assert not consumer.reclaim({0: 2})
+    assert (fault.seen, left(store, 0)) == (1, list(range(6)))
+    clock.advance(0.25)
+    assert not consumer.reclaim({0: 2})
+    assert fault.seen == 2
+    consumer.retry()
+    assert consumer.reclaim({0: 2})
+    assert (store.floor(0), left(store, 0)) == (2, [2, 3, 4, 5])
+
+
+def test_a_floor_that_a_stale_consumer_lowers_counts_for_nothing() -> None:
+    """It stalls in its put for so long that another takes over, and takes note only afterwards."""
+    store, clock = filled()
+    old, new = Consumer(store), Consumer(again(store))
+    old.claim()
+    Stalled(store, "registers/floor.0", lambda: (clock.advance(5.0), new.claim(), new.reclaim({0: 6})))
+    assert not old.reclaim({0: 2, 1: 3})  # its turn is long over
+    with pytest.raises(ConsumerConflict, match="took over"):
+        old.reclaim({0: 2, 1: 3})
+    assert store.register("floor.0") == 2
+    assert (store.floor(0), store.floor(1), left(store, 1)) == (6, 0, list(range(6)))
+    with again(store).writer("w0") as writer:
+        assert writer.put(trajectory("new")).address[:2] == (0, 6)
+    assert next(iter(kd.TrajectoryStream(again(store)).poll(0.0)))[0].address[:2] == (0, 6)
+    new.reclaim({0: 7})
+    assert store.register("floor.0") == 7
+
+
+def test_one_that_was_silent_for_long_looks_before_it_deletes() -> None:
+    store, clock = filled()
+    old, new = Consumer(store), Consumer(again(store))
+    old.claim()
+    clock.advance(2.5)
+    backend = watched(store)
+    assert old.reclaim({0: 1})
+    names = [(name, args[0] if name != "delete" else "") for name, args in backend.calls]
+    assert names.index(("put", KEY)) < names.index(("put", "registers/floor.0"))
+    Stalled(store, "registers/floor.1", lambda: new.claim())
+    assert not old.reclaim({1: 3})
+    with pytest.raises(ConsumerConflict, match="took over"):
+        old.reclaim({1: 3})
+    assert left(store, 1) == list(range(6))
+
+
+def test_a_consumer_that_released_claims_no_more() -> None:
+    store, _ = filled()
+    consumer = Consumer(store)
+    consumer.claim()
+    consumer.release()
+    assert consumer.reclaim({0: 3})
+    consumer.claim()
+    consumer.beat()
+    assert (store.consumer()[0], store.floor(0), consumer.lives()) == (None, 0, False)
 
 
 def test_a_crash_anywhere_deletes_nothing_needed_and_the_next_one_leaves_nothing_behind() -> None:
@@ -199,16 +304,17 @@ def test_a_crash_anywhere_deletes_nothing_needed_and_the_next_one_leaves_nothing
 
 @pytest.mark.parametrize(("op", "key"), [("delete", "segments/*"), ("put", "registers/floor*"), ("get", "writers/*")])
 def test_where_the_storage_fails_training_goes_on_and_the_next_reclaim_mends_it(op: Any, key: str) -> None:
-    store, _ = filled()
+    store, clock = filled()
     consumer = Consumer(store)
     store.backend.faults.append(Fault(op, key, after=1, times=2, error=Unreachable("down")))  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="consumed segments could not be deleted.*down.*tries again") as told:
-        consumer.reclaim({0: 3, 1: 3})
-        consumer.reclaim({0: 3, 1: 3})
+        for _ in range(2):
+            assert not consumer.reclaim({0: 3, 1: 3})
+            clock.advance(0.5)
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        consumer.reclaim({0: 4, 1: 3})
+        assert consumer.reclaim({0: 4, 1: 3})
     assert (left(store, 0), left(store, 1)) == ([4, 5], [3, 4, 5])
 
 

@@ -27,6 +27,7 @@ from knit_data.store.backend import Backend, Read
 from knit_data.store.head import HEAD_GUESS, decode_head, head_facts, head_size
 from knit_data.store.urls import open_backend
 
+CONSUMER = "registers/consumer"
 _FORMAT = "knit_data.store.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -97,8 +98,20 @@ class Catalogue:
         return data
 
     def floor(self, writer: int) -> int:
-        """The first segment of this writer that was not reclaimed; names below it are never used again."""
-        return self.register(f"floor.{writer}")
+        """The first segment of this writer that was not reclaimed; names below it are never used again.
+
+        With register floor.0 at 2, set late by a consumer that was taken for dead, and 6 deleted by the next one: 6.
+        """
+        return max(self.register(f"floor.{writer}"), self.consumer()[1].get(writer, 0))
+
+    def consumer(self) -> tuple[str | None, dict[int, int]]:
+        """Who reclaims (None: nobody, or it closed), and per writer the segment below which all are deleted."""
+        raw = self.backend.get(CONSUMER)
+        if raw is None:
+            return None, {}
+        with self.understood(CONSUMER):
+            data = json.loads(raw)
+            return data["session"], {int(writer): check_count(n) for writer, n in data["deleted"].items()}
 
     def register(self, name: str) -> int:
         """A number that anyone may overwrite; 0 before that."""

@@ -2,29 +2,31 @@
 
 ``registers/consumer`` holds {"session": "3f", "beat": 17, "deleted": {"0": 12}}: who it is (null: it closed), a number
 that grows while it lives, and per writer the segment below which all are deleted. A newcomer that finds a session
-watches it for four seconds. The last write wins: a consumer that was taken for dead finds another session there before
-it deletes anything, and stops.
+watches it for four seconds. So whoever said within the last two that it lives may delete; else it looks first, and one
+that was taken for dead finds another session and stops.
 
-Floors go first: with floor 5, deleted 3 a crash left segments 3 and 4, and the next reclaim deletes them.
+Floors go first: with floor 5, deleted 3 a crash left segments 3 and 4, and the next reclaim deletes them. A floor that
+a dying consumer set late, and too low, counts for nothing below what is deleted: ``Catalogue.floor``.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 from knit_data.errors import ConsumerConflict, KeyMissing, StoreError
-from knit_data.store.catalogue import Catalogue, check_count
+from knit_data.store.catalogue import CONSUMER, Catalogue
 
-_KEY = "registers/consumer"
-_BEAT = 0.5  # seconds between two signs of life
+BEAT = 0.5  # seconds between two signs of life, and between two tries of what failed
 _PATIENCE = 4.0  # seconds without one after which a consumer is taken for dead
-_BATCH = 1024  # keys of one delete
+_SURE = 2.0  # seconds after one in which nothing is looked at again; half of them, as what follows takes a while
+_TURN = 0.25  # seconds after which the rest is left to the next call: the same thread reads
+_BATCH = 256  # keys of one delete
 
 
 @dataclass
@@ -47,51 +49,80 @@ class Consumer:
 
     def __init__(self, store: Catalogue) -> None:
         self.store, self._session = store, uuid.uuid4().hex[:16]
-        self.held, self._warned = False, False
-        self._beat, self._spoke = 0, -math.inf
+        self.held, self._over, self._warned = False, False, False
+        self._lock = threading.RLock()  # threads that beat, reclaim, close; the last also as the garbage collector runs
+        self._lost: str | None = None  # why it may not go on
+        self._beat, self._said, self._tried, self._rest = 0, -math.inf, -math.inf, -math.inf
         self._deleted: dict[int, int] = {}
         self._writers: dict[int, _Written] = {}
 
     def claim(self) -> None:
         """Become the store's consumer, at once where the one before closed or there is none; else after watching it
-        for 4 s. Raises ConsumerConflict if it lives."""
-        if self.held:
-            return
-        raw = self.store.backend.get(_KEY)
-        if self._read(raw)["session"] is not None:
-            raw = self._watch(raw)
-        self._deleted, self._writers = self._read(raw)["deleted"], {}
-        self._speak()
-        self.held = True
+        for 4 s. Raises ConsumerConflict if it lives. After a release it does nothing."""
+        with self._lock:
+            if self.held or self._over:
+                return
+            session, self._deleted = self.store.consumer()
+            if session is not None:
+                self._deleted = self._watch(self.store.backend.get(CONSUMER))
+            self._writers = {}
+            self._speak()
+            self.held = True
 
     def beat(self) -> None:
-        """Call it often: says every 0.5 s that this consumer lives. Raises ConsumerConflict if another took over; a
-        storage that does not answer is tried again at the next beat."""
-        now = self.store.backend.now()
-        if not self.held or now - self._spoke < _BEAT:
-            return
-        self._spoke = now
+        """Call it often, from any thread: says every 0.5 s that this consumer lives. Raises ConsumerConflict if another
+        took over; a storage that does not answer is tried again at the next beat."""
+        with self._lock:
+            if self._lost is not None:
+                raise ConsumerConflict(self._lost)
+            now = self.store.backend.now()
+            if not self.held or now - self._tried < BEAT:
+                return
+            self._tried = now
+            try:
+                self._confirm()
+            except ConsumerConflict:
+                raise
+            except StoreError:
+                pass
+
+    def lives(self) -> bool:
+        """The same, for a thread that does nothing else: False when it may end."""
         try:
-            self._check()
-            self._speak()
-        except ConsumerConflict:
-            raise
-        except StoreError:
-            pass
+            self.beat()
+        except ConsumerConflict:  # the next beat of the others says so
+            return False
+        return not self._over
 
-    def reclaim(self, floors: Mapping[int, int]) -> None:
-        """Delete each writer's segments below its floor, which is never lowered.
+    def reclaim(self, floors: Mapping[int, int]) -> bool:
+        """Delete each writer's segments below its floor, which is never lowered. True: all of them are gone.
 
-        Raises ConsumerConflict, before anything is deleted, if another consumer lives. Where the storage fails this
-        warns once and leaves the rest to the next call.
+        False: call again. It returns after 0.25 s, so that the caller can do something else between; and where the
+        storage fails, of which it warns once, it tries nothing for 0.5 s, unless ``retry`` is called. Raises
+        ConsumerConflict, before anything more is deleted, if another consumer lives.
         """
+        if self.rests:
+            return False
         try:
             self.claim()
+            if not self.held:
+                return True  # it closed: the next consumer does it
+            before, began = dict(self._deleted), self.store.backend.now()
             for writer, floor in floors.items():
-                self._reclaim(writer, floor)
+                w = self._writers.get(writer) or self._look_up(writer)
+                if floor > w.floor:
+                    self._raise(writer, w, floor)
+                while w.deleted < w.floor:
+                    if self.store.backend.now() - began > _TURN:
+                        return False
+                    self._delete(writer, w)
+            if self._deleted != before:
+                with self._lock:
+                    self._confirm()
         except ConsumerConflict:
             raise
         except StoreError as e:
+            self._rest = self.store.backend.now() + BEAT
             if not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -100,73 +131,93 @@ class Consumer:
                     UserWarning,
                     stacklevel=2,
                 )
+            return False
+        return True
+
+    @property
+    def rests(self) -> bool:
+        """After a failure."""
+        return self.store.backend.now() < self._rest
+
+    def retry(self) -> None:
+        self._rest = -math.inf
 
     def release(self) -> None:
-        """A clean end: the next consumer starts at once."""
-        if not self.held:
-            return
-        try:
-            self._check()
-            self._speak(closed=True)
-        except StoreError:
-            pass  # taken over, or out of reach: a newcomer watches
-        self.held = False
+        """A clean end, for good: the next consumer starts at once."""
+        with self._lock:
+            self._over = True
+            if not self.held:
+                return
+            try:
+                self._check()
+                self._speak(closed=True)
+            except StoreError:
+                pass  # taken over, or out of reach: a newcomer watches
+            self.held = False
 
-    def _reclaim(self, writer: int, floor: int) -> None:
-        w = self._writers.get(writer) or self._look_up(writer)
-        if floor <= w.floor and w.deleted >= w.floor:
-            return
-        self._check()
-        if floor > w.floor:
-            self.store.backend.put(f"registers/floor.{writer}", str(floor).encode())
-            w.floor = floor
-        while w.deleted < w.floor:
-            end = min(w.floor, w.deleted + _BATCH)
-            self.store.backend.delete([self.store.segment_key(w.name, n) for n in range(w.deleted, end)])
-            w.deleted = self._deleted[writer] = end
+    def _raise(self, writer: int, w: _Written, floor: int) -> None:
+        self._make_sure()
+        name = f"floor.{writer}"
+        there = self.store.register(name)
+        if there < floor:
+            self.store.backend.put(f"registers/{name}", str(floor).encode())
+        w.floor = max(floor, there)
+
+    def _delete(self, writer: int, w: _Written) -> None:
+        self._make_sure()
+        end = min(w.floor, w.deleted + _BATCH)
+        self.store.backend.delete([self.store.segment_key(w.name, n) for n in range(w.deleted, end)])
+        w.deleted = self._deleted[writer] = end
+
+    def _make_sure(self) -> None:
+        """Before anything that only the store's consumer may do."""
+        with self._lock:
+            if self.store.backend.now() - self._said > _SURE:
+                self._confirm()
 
     def _look_up(self, writer: int) -> _Written:
         claim = self.store.claim(writer)
         if claim is None:
             raise KeyMissing(f"{self.store.url}: writers/{writer}.json is missing, though its segments were read.")
-        found = _Written(claim["name"], self.store.floor(writer), max(self._deleted.get(writer, 0), claim["first"]))
+        deleted = max(self._deleted.get(writer, 0), claim["first"])
+        found = _Written(claim["name"], max(self.store.register(f"floor.{writer}"), deleted), deleted)
         self._writers[writer] = found
         return found
 
-    def _read(self, raw: bytes | None) -> dict[str, Any]:
-        if raw is None:
-            return {"session": None, "deleted": {}}
-        with self.store.understood(_KEY):
-            data = json.loads(raw)
-            deleted = {int(writer): check_count(n) for writer, n in data["deleted"].items()}
-            return {"session": data["session"], "deleted": deleted}
-
-    def _watch(self, raw: bytes | None) -> bytes | None:
-        """The register of a consumer that is dead, or has closed meanwhile."""
+    def _watch(self, raw: bytes | None) -> dict[int, int]:
+        """What a consumer deleted that is dead, or has closed meanwhile."""
         backend = self.store.backend
         deadline = backend.now() + _PATIENCE
         while (left := deadline - backend.now()) > 0:
-            backend.wait([], min(left, _BEAT))
-            again = backend.get(_KEY)
-            if again != raw:
-                if self._read(again)["session"] is None:
-                    return again
-                self._refuse("lives", "close its loader first, or open the store with reclaim='never' in all but one.")
-        return raw
+            backend.wait([], min(left, BEAT))
+            if backend.get(CONSUMER) != raw:
+                session, deleted = self.store.consumer()
+                if session is None:
+                    return deleted
+                advice = "close its loader first, or open the store with reclaim='never' in all but one."
+                raise ConsumerConflict(self._conflict("lives", advice))
+        return self.store.consumer()[1]
+
+    def _confirm(self) -> None:
+        self._check()
+        self._speak()
 
     def _check(self) -> None:
-        """Before anything that only the store's consumer may do."""
-        if self._read(self.store.backend.get(_KEY))["session"] != self._session:
-            self._refuse(
-                "took over, as this one gave no sign of life for a while", "stop one of them. Nothing was deleted here."
-            )
+        if self._lost is not None:
+            raise ConsumerConflict(self._lost)
+        if self.store.consumer()[0] != self._session:
+            self._lost = self._conflict("took over, as this one gave no sign of life for a while", "stop one of them.")
+            raise ConsumerConflict(self._lost)
 
-    def _refuse(self, found: str, advice: str) -> NoReturn:
-        raise ConsumerConflict(f"{self.store.url}: another trainer that reclaims {found}; one may: {advice}")
+    def _conflict(self, found: str, advice: str) -> str:
+        return f"{self.store.url}: another trainer that reclaims {found}; one may: {advice}"
 
     def _speak(self, closed: bool = False) -> None:
+        if self._over and not closed:
+            return
+        began = self._tried = self.store.backend.now()
         self._beat += 1
-        deleted = {str(writer): n for writer, n in self._deleted.items()}
+        deleted = {str(writer): n for writer, n in dict(self._deleted).items()}  # copied: the other thread writes it
         data = {"session": None if closed else self._session, "beat": self._beat, "deleted": deleted}
-        self.store.backend.put(_KEY, json.dumps(data).encode())
-        self._spoke = self.store.backend.now()
+        self.store.backend.put(CONSUMER, json.dumps(data).encode())
+        self._said = began
