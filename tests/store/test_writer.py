@@ -480,3 +480,29 @@ def test_a_blocked_put_wakes(place: Place, what: str) -> None:
         with pytest.raises(StoreClosed):
             writer.put(trajectory("t2"))
         assert place.ids() == ["t0"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("method", ["_remember", "_confirm"])
+def test_a_put_that_was_interrupted_and_repeated_is_there_once(method: str, when: str) -> None:
+    """Ctrl-C before or after a step that follows when the segment is made."""
+    store = kd.TrajectoryStore("memory://")
+    with store.writer("w") as writer:
+        writer.put_group(group("a", 2))
+        real = getattr(writer, method)
+
+        def interrupted(*arguments: Any) -> None:
+            setattr(writer, method, real)
+            if when == "after":
+                real(*arguments)
+            raise KeyboardInterrupt
+
+        setattr(writer, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.put_group(group("b", 2))
+        again = writer.put_group(group("b", 2))
+        writer.put_group(group("c", 2))
+        assert [info.address[1] for info in again] == [1, 1]
+        assert writer._held == sum(size for _, size in writer._sizes) and len(writer._sizes) == 3
+    store.seal()
+    assert [info.group for info in kd.TrajectoryStream(store, follow=False)] == list("aabbcc")

@@ -129,12 +129,15 @@ class StoreWriter:
             self._next = floor
 
     def _remember(self, table: InfoTable, number: int, size: int) -> None:
+        """Doing it again, after an interrupt in the middle, changes nothing."""
         names = table.ragged["id"].texts()
-        for item, (name, mark) in enumerate(zip(names, table.fingerprints(), strict=True)):
-            self._known[name] = (mark, number, item)
-        self._segments.append((number, names))
-        self._sizes.append((number, size))
-        self._held += size
+        marks = enumerate(zip(names, table.fingerprints(), strict=True))
+        self._known.update({name: (mark, number, item) for item, (name, mark) in marks})
+        if not self._segments or self._segments[-1][0] != number:
+            self._segments.append((number, names))
+        if not self._sizes or self._sizes[-1][0] != number:
+            self._sizes.append((number, size))
+            self._held += size
 
     def _forget(self) -> None:
         """What was reclaimed takes no room any more, and all but the last of it is forgotten."""
@@ -171,9 +174,10 @@ class StoreWriter:
                 check_schema(trajectories[0], self.store.settle(schema), "this store")
                 self._unsure = True  # also if the name exists: ours, when the back end tried again, or a rival's
                 if self.store.backend.create(self.store.segment_key(self.name, number), segment.parts):
-                    self._unsure = False
-                    self._next += 1
+                    # in this order: what an interrupt leaves undone, the next put finds in the store and does
                     self._remember(segment.table, number, segment.nbytes)
+                    self._next = number + 1
+                    self._unsure = False
                     self._confirm(number)
                     return segment.table.infos()
 
