@@ -12,6 +12,7 @@ key is the folder of another is left to the caller here.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import threading
@@ -22,9 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec
+from fsspec.asyn import sync
 
 from knit_data.errors import InvalidArgument, KeyMissing, KnitError, ShortRead, Unreachable
-from knit_data.store.backend import Buffer, Interrupts, Read, Traits, check_key, flat
+from knit_data.store.backend import Buffer, Interrupts, Read, check_key, flat
 
 _GAP = 256 * 1024  # skipping this much takes as long as a small part of one more request
 _LARGEST = 8 << 20  # of one request: longer ranges are faster in parallel
@@ -91,8 +93,6 @@ class ObjectBackend:
     Only where the server itself makes an object under the condition that there is none (S3, Google Cloud Storage,
     Azure) can a store be written; elsewhere ``create``, ``put`` and ``delete`` raise ``InvalidArgument``.
     """
-
-    traits = Traits(durable=True, push=False, whole_object=False, poll=_FIRST_POLL, gap=_GAP)
 
     def __init__(self, url: str, **storage_options: Any) -> None:
         self._url, self._options = url.rstrip("/"), storage_options
@@ -167,13 +167,9 @@ class ObjectBackend:
         raise self._unreachable(f"get {key}", answer) from answer
 
     def delete(self, keys: Sequence[str]) -> None:
-        for key, path in [(key, self._writable(key)) for key in keys]:
-            answer = self._ask("rm_file", path)
+        for key, answer in zip(keys, self._removed([self._writable(key) for key in keys]), strict=True):
             if isinstance(answer, Exception) and _status(answer) != _MISSING:
                 raise self._unreachable(f"delete {key}", answer) from answer
-
-    def location(self) -> str | None:
-        return None
 
     def now(self) -> float:
         return time.monotonic()
@@ -239,6 +235,17 @@ class ObjectBackend:
                 return getattr(opened.fs, method)(*args, **options)
         except Exception as error:
             return error
+
+    def _removed(self, paths: Sequence[str]) -> list[Any]:
+        """What the file system answers for each, or the exception; all are asked for at once."""
+        fs = self._files().fs
+        if not fs.async_impl:
+            return [self._ask("rm_file", path) for path in paths]
+
+        async def remove() -> list[Any]:  # not fs.rm: some list first, and s3fs's forgets what the server refused
+            return await asyncio.gather(*map(fs._rm_file, paths), return_exceptions=True)
+
+        return list(sync(fs.loop, remove))
 
     def _ranges(self, requests: Sequence[Request]) -> list[Any]:
         """The bytes of each range, clipped at the end of the object, or the exception; all are asked for at once."""
