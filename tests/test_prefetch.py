@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from makers import fill, loader
 import knit_data as kd
 from knit_data import prefetch as module
 from knit_data.collate import Collator, Prepared
+from knit_data.prefetch import Ticker
 
 HANG = 120.0  # seconds; reached only by a test that fails
 
@@ -60,3 +62,34 @@ def test_a_few_large_ones_are_enough(kept: int, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "_MOST_AHEAD", (kept - 1) * nbytes + 1)
         counts, total = most_ahead(run, kept, monkeypatch)
     assert total == 32 and max(counts) == kept - 1
+
+
+class Bell:
+    """Rings so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.left, self.rung, self.ticker = times, threading.Event(), Ticker(self.ring, 0.001, "knit-bell")
+
+    def ring(self) -> bool:
+        self.left -= 1
+        self.rung.set()
+        return self.left > 0
+
+
+def test_a_ticker_ends_when_it_is_told_to_when_its_object_goes_and_on_stop() -> None:
+    def ringing() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "knit-bell"]
+
+    told = Bell(3)
+    for thread in ringing():
+        thread.join(60)
+    assert (told.left, ringing()) == (0, [])
+    stopped = Bell(1 << 30)
+    assert stopped.rung.wait(60)
+    stopped.ticker.stop()
+    assert not ringing()
+    gone = Bell(1 << 30)
+    (thread,) = ringing()
+    del gone
+    thread.join(60)
+    assert not thread.is_alive()

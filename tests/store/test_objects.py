@@ -206,6 +206,34 @@ def test_a_create_a_put_a_get_and_a_look_are_one_request_each(bucket: type[Bucke
     ]
 
 
+def test_repeated_short_waits_for_the_same_slow_down_until_something_is_there(
+    monkeypatch: pytest.MonkeyPatch, bucket: type[Bucket]
+) -> None:
+    backend, now, slept = ObjectBackend("gs://bucket/run"), [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(backend, "now", lambda: now[0])
+    monkeypatch.setattr(backend._wake, "wait", sleep)
+    for _ in range(40):
+        assert backend.wait(["a", "b"], 0.5) == [False, False]
+    assert slept[:3] == [0.02, 0.02 * 1.5, 0.02 * 1.5 * 1.5]
+    assert min(slept[-20:]) > 0.4999  # not exactly: the clock adds up what was slept
+    backend.wait(["other"], 0.5)
+    assert min(slept[-3:]) < 0.2  # at its own pace
+    backend.create("b", [b""])
+    assert backend.wait(["a", "b"], 0.5) == [False, True]
+    backend.delete(["b"])
+    slept.clear()
+    backend.wait(["a", "b"], 0.5)
+    assert slept[0] == 0.02
+    for n in range(100):
+        backend.wait([f"k{n}"], 0.5)
+    assert len(backend._steps) == 64
+
+
 class Together(AsyncFileSystem):
     """Counts the deletes under way; to delete what is not there is an error."""
 
