@@ -115,9 +115,10 @@ def test_consumed_deletes_as_it_trains_and_says_what_a_rollback_cannot_have() ->
         step(run)  # when this is touched, the second is consumed; without a thread the next call deletes
         assert job.segments() == [2, 3, 4, 5, 6, 7]
     assert (job.segments(), job.floor()) == ([4, 5, 6, 7], 4)  # the third was not followed by another
-    with job.loader() as again, pytest.raises(kd.StateError) as raised:
-        again.load_state_dict(state)
-        step(again)
+    with job.loader() as again:
+        with pytest.raises(kd.StateError) as raised:
+            again.load_state_dict(state)
+        assert step(again) == names(2, 4)  # nothing was changed
     assert "this state still needs segment 2 of writer 'w0', and those below 4 are reclaimed" in str(raised.value)
     assert "reclaim='consumed' deleted what was trained after this one" in str(raised.value)
     with job.loader() as fresh:
@@ -243,9 +244,23 @@ def test_a_state_older_than_what_was_committed_is_named() -> None:
         old = run.state_dict()
         step(run)
         run.commit(run.state_dict())
-        run.load_state_dict(old)
         with pytest.raises(kd.StateError, match=r"needs segment 2 of writer 'w0'.*a later checkpoint was committed"):
-            step(run)
+            run.load_state_dict(old)
+        assert step(run) == names(2, 4)  # as if it had not been asked
+
+
+def test_a_state_that_loses_its_segments_after_it_was_loaded_is_named() -> None:
+    job = Job()
+    job.put(*names(6))
+    with job.loader() as run:
+        step(run)
+        old = run.state_dict()
+        late = job.loader()
+        late.load_state_dict(old)
+        step(run)
+        run.commit(run.state_dict())
+    with late, pytest.raises(kd.StateError, match=r"needs segment 2 of writer 'w0'"):
+        step(late)
 
 
 # -- one consumer ------------------------------------------------------------------------------------------------------
@@ -538,6 +553,43 @@ def test_a_repeat_that_its_writer_has_forgotten_is_a_duplicate(max_staleness: in
     assert job.segments() == []
 
 
+def test_a_second_writer_of_a_name_is_told_also_when_the_first_ones_segments_are_gone() -> None:
+    job = Job("consumed")
+    old = job.open().writer("w0")
+    old.put_group(group("g0000", 2))
+    new = job.open().writer("w0")  # restarted, while the old one lives
+    for name in names(3, 1):
+        new.put_group(group(name, 2))
+    with job.loader() as run:
+        step(run)
+        step(run)
+        run.state_dict()  # the last is consumed
+    assert (job.segments(), job.floor()) == ([], 4)
+    for _ in range(2):
+        with pytest.raises(kd.WriterConflict, match=r"next segment is 1, and those below 4.*give each its own"):
+            old.put_group(group("lost", 2))
+    assert job.segments() == []
+    new.put_group(group("kept", 2))
+    assert job.segments() == [4]
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_put_that_was_not_confirmed_and_is_reclaimed_is_no_conflict(arrived: bool) -> None:
+    job = Job("consumed")
+    writer = job.open().writer("w0")
+    job.backend.faults.append(Fault("create", "segments/*", error="crash_after" if arrived else Unreachable("down")))
+    with pytest.raises((Crash, Unreachable)):
+        writer.put_group(group("g0000", 2))
+    job.put(*names(1, 1), writer="w1")
+    job.put(*names(1, 2), writer="w1")
+    with job.loader() as run:
+        step(run)
+        run.state_dict()
+    assert job.floor() == int(arrived)
+    writer.put_group(group("g0003", 2))
+    assert job.segments() == [int(arrived)]
+
+
 def test_a_restarted_writer_reads_nothing_that_was_reclaimed() -> None:
     job = Job()
     job.put(*names(6))
@@ -616,15 +668,14 @@ class World:
         if state is None:
             self.lost = any(self.job.floor(w) for w in range(2))
             return
-        self.run.load_state_dict(state)
-        if self.job.reclaim == "consumed":
-            gone = any(self.job.floor(w) > self.needed(w, self.trained) for w in range(2))
-            try:
-                self.run.running()
-                assert not gone
-            except kd.StateError:
-                assert gone
-                self.lost = True
+        gone = any(self.job.floor(w) > self.needed(w, self.trained) for w in range(2))
+        assert not gone or self.job.reclaim == "consumed"
+        try:
+            self.run.load_state_dict(state)
+            assert not gone
+        except kd.StateError:
+            assert gone
+            self.lost = True
 
     def needed(self, writer: int, trained: Counter[str]) -> int:
         """The first segment that has not met its fate when these were trained so often."""

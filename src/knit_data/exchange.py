@@ -178,7 +178,8 @@ class Exchange:
     def send_floors(self, floors: Mapping[int, int]) -> None:
         """To rank 0: what a durable checkpoint does not need."""
         number = self._add(f"commits/{self.generation}", 1)
-        self._set(f"commit/{self.generation}/{number}", json.dumps(list(floors.items())).encode())
+        self._set(key := f"commit/{self.generation}/{number}", json.dumps(list(floors.items())).encode())
+        self._check(key)  # the answer: it is there before this rank's goodbye, which goes by the other client
 
     # -- all --------------------------------------------------------------------------------------------------------
 
@@ -211,26 +212,26 @@ class Exchange:
         if told:
             raise revived(self._get(key))
 
+    def await_goodbyes(self) -> None:
+        """Rank 0 waits for the last words of the others: 0.5 s of those that have read all, else 15 s at most."""
+        began, left = time.monotonic(), set() if self.rank or self._closed else set(range(1, self.world))
+        with contextlib.suppress(KnitError):
+            while left and (waited := time.monotonic() - began) < _GOODBYE:
+                for rank in sorted(left):
+                    if self._check(f"bye/{rank}", self._caller) or (waited > _GRACE and self._has_read(rank)):
+                        left.discard(rank)
+                if left:
+                    time.sleep(0.005)
+
     def close(self) -> None:
-        """Say goodbye; rank 0 keeps its store for those that have not read their last message, 15 s at most."""
+        """Say goodbye, as the last word; rank 0's store goes."""
         if self.world == 1 or self._closed:
             return
         self._closed = True
         with contextlib.suppress(KnitError):
             if self.rank:
                 self._set(f"bye/{self.rank}", b"1", self._caller)
-            else:
-                self._await_goodbyes()
         self._server = self._caller = None
-
-    def _await_goodbyes(self) -> None:
-        began, left = time.monotonic(), set(range(1, self.world))
-        while left and (waited := time.monotonic() - began) < _GOODBYE:
-            for rank in sorted(left):
-                if self._check(f"bye/{rank}", self._caller) or (waited > _GRACE and self._has_read(rank)):
-                    left.discard(rank)
-            if left:
-                time.sleep(0.005)
 
     def _has_read(self, rank: int) -> bool:
         key = f"read/{self.generation}/{rank}"

@@ -26,6 +26,7 @@ from knit_data.prefetch import Prefetcher
 from knit_data.reclaim import Beside, Reclaiming
 from knit_data.sampler import QuotaSampler
 from knit_data.share import End, Follow, Lead
+from knit_data.stream import check_reachable
 
 _SUMMED = (
     *("tokens", "padded_tokens", "micro_batches", "padding_micro_batches", "truncated"),
@@ -160,9 +161,11 @@ class TrajectoryLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the state was saved: what was trained is not trained again, what was only read ahead is.
 
-        Call it on every rank with the same state. Afterwards publish the restored weights and their version.
+        Call it on every rank with the same state. Afterwards publish the restored weights and their version. Raises
+        StateError, and changes nothing, if segments that it needs were reclaimed.
         """
         ledger = self.sampler.ledger_of(_given(state))
+        check_reachable(self.sampler.stream.store, ledger)
         self._halt()
         self._exchange.restart()
         self._ledger, self._state = ledger, dict(state)
@@ -212,6 +215,7 @@ class TrajectoryLoader:
             ahead = sum(n.n_groups for n in unused if n.epoch == 0)
             self._account(End(self.sampler.left_over() + ahead, self.sampler.dropped(), unseen=False))
         self._halt()
+        self._exchange.await_goodbyes()  # the others' last commits come before them
         self._reclaiming.close()
         self._exchange.close()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from buckets import Bucket, needs_s3, s3_server, served_by_bucket
 from contracts import HANG, BackendContract, Opened, pattern, read
+from fsspec.asyn import AsyncFileSystem
 from fsspec.registry import _registry, known_implementations
 from hypothesis import given
 from hypothesis import strategies as st
@@ -201,6 +204,66 @@ def test_a_create_a_put_a_get_and_a_look_are_one_request_each(bucket: type[Bucke
         ("get", x, 0, 1),
         ("delete", k),
     ]
+
+
+def test_repeated_short_waits_for_the_same_slow_down_until_something_is_there(
+    monkeypatch: pytest.MonkeyPatch, bucket: type[Bucket]
+) -> None:
+    backend, now, slept = ObjectBackend("gs://bucket/run"), [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(backend, "now", lambda: now[0])
+    monkeypatch.setattr(backend._wake, "wait", sleep)
+    for _ in range(40):
+        assert backend.wait(["a", "b"], 0.5) == [False, False]
+    assert slept[:3] == [0.02, 0.02 * 1.5, 0.02 * 1.5 * 1.5]
+    assert min(slept[-20:]) > 0.4999  # not exactly: the clock adds up what was slept
+    backend.wait(["other"], 0.5)
+    assert min(slept[-3:]) < 0.2  # at its own pace
+    backend.create("b", [b""])
+    assert backend.wait(["a", "b"], 0.5) == [False, True]
+    backend.delete(["b"])
+    slept.clear()
+    backend.wait(["a", "b"], 0.5)
+    assert slept[0] == 0.02
+    for n in range(100):
+        backend.wait([f"k{n}"], 0.5)
+    assert len(backend._steps) == 64
+
+
+class Together(AsyncFileSystem):
+    """Counts the deletes under way; to delete what is not there is an error."""
+
+    async_impl = True
+
+    def __init__(self, there: list[str], refused: str = "") -> None:
+        super().__init__(skip_instance_cache=True)
+        self.there, self.refused, self.under_way, self.most = there, refused, 0, 0
+
+    async def _rm_file(self, path: str, **_: Any) -> None:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await asyncio.sleep(0)
+        self.under_way -= 1
+        if path == self.refused:
+            raise PermissionError(path)
+        if path not in self.there:
+            raise FileNotFoundError(path)
+        self.there.remove(path)
+
+
+def test_deletes_are_under_way_together(bucket: type[Bucket]) -> None:
+    paths = [f"bucket/run/{n}" for n in range(256)]
+    for refused in ("", paths[7]):
+        fs, backend = Together(paths[::2] + paths[7:8], refused), open_backend("gs://bucket/run")
+        assert isinstance(backend, ObjectBackend) and backend._opened is not None
+        backend._opened = dataclasses.replace(backend._opened, fs=fs)
+        with pytest.raises(Unreachable, match="could not delete 7") if refused else nullcontext():
+            backend.delete([str(n) for n in range(256)])
+        assert (fs.most, fs.there) == (256, [refused] if refused else [])
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def test_a_create_that_meets_its_own_reclaimed_object_is_made_again(place: Place
     store = place.open()
     writer = store.writer("w")
     writer.put(trajectory("settles", "s"))
-    backend = Retrying(store.backend, 1, "after", lambda: reclaim(place.open(), "w", 0, 2))
+    backend = Retrying(store.backend, 2, "after", lambda: reclaim(place.open(), "w", 0, 2))
     store.backend = backend  # type: ignore[assignment]
     assert writer.put_group(G1)[0].address == (0, 2, 0)
     assert place.ids() == ["one/0", "one/1", "one/2"]
@@ -239,10 +239,10 @@ def test_a_name_that_was_reclaimed_before_its_reply_is_not_used_again(place: Pla
         reclaim(place.open(), "w", 0, 2)
         raise Unreachable("the trainer was faster than the reply")
 
-    backend = watched(store, 1, "after", lose)
+    backend = watched(store, 2, "after", lose)
     with pytest.raises(Unreachable):
         writer.put_group(G1)
-    assert backend.calls[1][0] == "create"
+    assert backend.calls[2][0] == "create"
     assert writer.put_group(G2)[0].address == (0, 2, 0)
     assert place.ids() == ["two/0", "two/1"]
 

@@ -38,7 +38,6 @@ class Read:
     key: str
     start: int
     out: memoryview  # [n] of format "B", contiguous, writable
-    host: str | None = None  # where the writer said the bytes are: Backend.location()
 
     def __post_init__(self) -> None:
         out = self.out
@@ -51,25 +50,11 @@ class Read:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What a caller may want to know about a back end before it chooses sizes and rates."""
-
-    durable: bool  # outlives the processes that use it
-    push: bool  # a wait is woken by the create, not by the next look
-    whole_object: bool  # a range costs as much as the object
-    poll: float  # seconds between looks worth making
-    gap: int  # coalesce ranges of one object that are closer than this many bytes
-
-
 class Backend(Protocol):
     """Bytes by name. Every method may be called from any thread; open one after a fork, not before.
 
     All methods raise ``InvalidArgument`` for a malformed key, and ``Unreachable`` when the storage fails.
     """
-
-    @property
-    def traits(self) -> Traits: ...
 
     def create(self, key: str, parts: Sequence[Buffer]) -> bool:
         """Makes an object of the parts, end to end. True: this call made it; False: it existed and is unchanged.
@@ -121,10 +106,6 @@ class Backend(Protocol):
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes what is there of these; what is not there is no error."""
-        ...
-
-    def location(self) -> str | None:
-        """A hint for ``Read.host``: where an object that is created here lies. None: it makes no difference."""
         ...
 
     def now(self) -> float:

@@ -24,7 +24,7 @@ import numpy as np
 
 from knit_data.errors import InvalidArgument, KeyMissing, KnitError, ShortRead, Unreachable
 from knit_data.infos import Array
-from knit_data.store.backend import Buffer, Interrupts, Read, Traits, check_key, flat
+from knit_data.store.backend import Buffer, Interrupts, Read, check_key, flat
 from knit_data.store.files import GONE, OpenFiles, exists, folders_of, open_file, refresh
 
 _LIMIT = os.sysconf("SC_OPEN_MAX")  # of this process's descriptors; -1: none
@@ -55,8 +55,6 @@ class LocalBackend:
     A file that another process deletes is missing here from then on, even if it is still open. Deletes are not synced:
     a power cut may bring a deleted object back.
     """
-
-    traits = Traits(durable=True, push=False, whole_object=False, poll=_FIRST_POLL, gap=0)
 
     def __init__(self, root: str | os.PathLike[str], fsync: bool = False) -> None:
         self._root = os.path.abspath(root)
@@ -158,9 +156,6 @@ class LocalBackend:
             self._files.forget(path)
             with _storage(f"delete {path}"), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 os.unlink(path)
-
-    def location(self) -> str | None:
-        return None
 
     def now(self) -> float:
         return time.monotonic()

@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, Protocol
 
 from knit_data.errors import InvalidArgument, KeyMissing, KnitError, ShortRead, UsageError
-from knit_data.store.backend import Buffer, Interrupts, Read, Traits, check_key, flat
+from knit_data.store.backend import Buffer, Interrupts, Read, check_key, flat
 
 Operation = Literal["create", "read", "put", "get", "delete"]
 Failure = Literal["crash_before", "crash_after", "short", "flip"]
@@ -149,8 +149,6 @@ class MemoryBackend:
     ``faults`` is the list of what is to go wrong, shared in the same way; tests append to it and clear it.
     """
 
-    traits = Traits(durable=False, push=True, whole_object=False, poll=0.0, gap=0)
-
     def __init__(self, *, clock: Clock | None = None) -> None:
         self._space = _Space(clock or MonotonicClock())
         self._interrupts = Interrupts()
@@ -226,9 +224,6 @@ class MemoryBackend:
         for key in keys:
             with self._call("delete", key):
                 self._space.values.pop(key, None)
-
-    def location(self) -> str | None:
-        return None
 
     def now(self) -> float:
         return self._space.clock.now()

@@ -12,6 +12,7 @@ key is the folder of another is left to the caller here.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import threading
@@ -22,13 +23,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec
+from fsspec.asyn import sync
 
 from knit_data.errors import InvalidArgument, KeyMissing, KnitError, ShortRead, Unreachable
-from knit_data.store.backend import Buffer, Interrupts, Read, Traits, check_key, flat
+from knit_data.store.backend import Buffer, Interrupts, Read, check_key, flat
 
 _GAP = 256 * 1024  # skipping this much takes as long as a small part of one more request
 _LARGEST = 8 << 20  # of one request: longer ranges are faster in parallel
 _FIRST_POLL, _POLL_GROWTH, _LAST_POLL = 0.02, 1.5, 1.0  # seconds; every look at every key is a request that is billed
+_WAITS = 64  # whose pace is remembered
 _CONFLICTS = 8  # tries of a create while others create the same key
 # Whose server puts under the condition that there is nothing yet, and how to ask for it. fsspec's other file systems
 # look first and then write: of two writers both would win.
@@ -92,13 +95,12 @@ class ObjectBackend:
     Azure) can a store be written; elsewhere ``create``, ``put`` and ``delete`` raise ``InvalidArgument``.
     """
 
-    traits = Traits(durable=True, push=False, whole_object=False, poll=_FIRST_POLL, gap=_GAP)
-
     def __init__(self, url: str, **storage_options: Any) -> None:
         self._url, self._options = url.rstrip("/"), storage_options
         self._scheme = url.split(":")[0].lower()
         self._interrupts = Interrupts()
         self._wake = threading.Condition()
+        self._steps: dict[tuple[str, ...], float] = {}  # of waits that found nothing, by their keys
         self._opened: _Opened | None = self._open()
 
     def create(self, key: str, parts: Sequence[Buffer]) -> bool:
@@ -131,7 +133,8 @@ class ObjectBackend:
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bool]:
         looks = [Request(check_key(key), 0, 0) for key in keys]
-        deadline, step = self.now() + timeout, _FIRST_POLL
+        deadline, asked = self.now() + timeout, tuple(keys)
+        step = self._steps.get(asked, _FIRST_POLL)
         while True:
             found = []
             for key, answer in zip(keys, self._ranges(looks), strict=True):
@@ -139,13 +142,17 @@ class ObjectBackend:
                 if isinstance(answer, Exception) and _status(answer) != _MISSING:
                     raise self._unreachable(f"look for {key}", answer) from answer
             left = deadline - self.now()
-            if any(found) or left <= 0:
-                return found
             with self._wake:
-                if self._interrupts.take():
+                if any(found):
+                    self._steps.pop(asked, None)
+                    return found
+                if left <= 0 or self._interrupts.take():
                     return found
                 self._wake.wait(min(step, left))
-            step = min(step * _POLL_GROWTH, _LAST_POLL)
+                step = min(step * _POLL_GROWTH, _LAST_POLL)
+                self._steps[asked] = step  # the caller's next wait for the same goes on from there
+                if len(self._steps) > _WAITS:
+                    del self._steps[next(iter(self._steps))]
 
     def interrupt(self) -> None:
         with self._wake:
@@ -167,13 +174,9 @@ class ObjectBackend:
         raise self._unreachable(f"get {key}", answer) from answer
 
     def delete(self, keys: Sequence[str]) -> None:
-        for key, path in [(key, self._writable(key)) for key in keys]:
-            answer = self._ask("rm_file", path)
+        for key, answer in zip(keys, self._removed([self._writable(key) for key in keys]), strict=True):
             if isinstance(answer, Exception) and _status(answer) != _MISSING:
                 raise self._unreachable(f"delete {key}", answer) from answer
-
-    def location(self) -> str | None:
-        return None
 
     def now(self) -> float:
         return time.monotonic()
@@ -239,6 +242,17 @@ class ObjectBackend:
                 return getattr(opened.fs, method)(*args, **options)
         except Exception as error:
             return error
+
+    def _removed(self, paths: Sequence[str]) -> list[Any]:
+        """What the file system answers for each, or the exception; all are asked for at once."""
+        fs = self._files().fs
+        if not fs.async_impl:
+            return [self._ask("rm_file", path) for path in paths]
+
+        async def remove() -> list[Any]:  # not fs.rm: some list first, and s3fs's forgets what the server refused
+            return await asyncio.gather(*map(fs._rm_file, paths), return_exceptions=True)
+
+        return list(sync(fs.loop, remove))
 
     def _ranges(self, requests: Sequence[Request]) -> list[Any]:
         """The bytes of each range, clipped at the end of the object, or the exception; all are asked for at once."""

@@ -167,6 +167,7 @@ class StoreWriter:
                 if len(self._segments) % _REMEMBERED == _REMEMBERED - 1:  # now and then: it is a look into the store
                     self._forget()
                 number = self._next
+                self._refuse_if_reclaimed(number)
                 segment = encode(
                     trajectories, writer=self._number, segment=number, grouped=grouped, session=self._session
                 )
@@ -239,6 +240,17 @@ class StoreWriter:
         if finished or sealed:
             why = "finished by the trainer" if finished else "sealed"
             raise StoreClosed(f"{self.store.url}: the store is {why}; writer {self.name!r} wrote nothing.")
+
+    def _refuse_if_reclaimed(self, number: int) -> None:
+        """What another wrote under this name, and was consumed since, has left its number free: nobody would read it.
+
+        Looked at before the create: afterwards a quick trainer may have reclaimed this very segment.
+        """
+        if (floor := self.store.register(f"floor.{self._number}")) > number:
+            raise WriterConflict(
+                f"writer {self.name!r}: its next segment is {number}, and those below {floor} were written by another "
+                "process and reclaimed. Two live writers use one name; give each its own. This group was not written."
+            )
 
     def _confirm(self, number: int) -> None:
         """A seal that began before this put was visible may have counted without it; then it did not happen."""
