@@ -151,7 +151,7 @@ class Found:
             return []
         best = min(columns, key=statistics.median) if not inverse else max(columns, key=statistics.median)
         mine = self.get(case, ours, metric)
-        return [a / b if inverse else b / a for a, b in zip(mine, best, strict=True)]
+        return [ratio(a, b) if inverse else ratio(b, a) for a, b in zip(mine, best, strict=True)]
 
     def write(self) -> None:
         for (case, provider, metric), samples in self.values.items():
@@ -345,6 +345,11 @@ def soak(found: Found, folder: Path, seconds: float, load: Workload) -> None:
         *((f"get ahead {when} p{p}", "ms", np.percentile(part, p)) for when, part in halves(gets) for p in (50, 95)),
     ):
         found.add("soak", "knit_data", metric if unit != "MB/s" else "written a second", unit, float(value))
+
+
+def ratio(a: float, b: float) -> float:
+    """Memory may not grow at all."""
+    return 1.0 if a == b else a / b if b else float("inf")
 
 
 def halves(samples: Sequence[float]) -> list[tuple[str, Sequence[float]]]:

@@ -210,7 +210,7 @@ class BackendContract:
             [
                 Read("m/1", 5, arena[0:1000]),
                 Read("nope", 0, arena[1000:1010]),
-                Read("m/2", 17, arena[1100:1200], host="elsewhere"),
+                Read("m/2", 17, arena[1100:1200]),
                 Read("m/1", 299_990, arena[2000:2020]),
                 Read("m/1", 400_000, arena[2100:2110]),
                 Read("m/1", 150_000, arena[3000:5000]),

@@ -189,7 +189,7 @@ def test_a_seal_at_any_moment_of_a_put_counts_it_or_refuses_it(place: Place) -> 
         promised.add(len(second))
         return backend.struck
 
-    assert len(list(moments(run))) == 6
+    assert len(list(moments(run))) == 8
     assert promised == {0, 2}
 
 
