@@ -102,6 +102,7 @@ def rank(me: int, folder: str, groups: int, rounds: int, out: Any) -> None:
                 times.setdefault(f"decode{name}, processor time", []).append((time.thread_time() - busy) * 1e3)
                 times.note(f"decode{name}", began)
     out.put((me, dict(times)))
+    exchange.await_goodbyes()
     exchange.close()
     dist.destroy_process_group()
 
