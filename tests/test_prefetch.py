@@ -79,10 +79,11 @@ def test_a_thread_that_cannot_begin_is_an_error_of_the_consumer(monkeypatch):
         list(next(run))
 
 
-def test_a_fork_is_told_that_the_thread_is_not_there_and_leaves_the_parent_alone():
-    store = fill(kd.TrajectoryStore("memory://"), 12)
+def test_a_fork_is_told_that_the_thread_is_not_there_and_leaves_the_parent_alone(tmp_path):
+    store = fill(kd.TrajectoryStore(tmp_path), 12)
     with loader(store) as run:
         list(next(run))
+        session, _ = store.consumer()
         child = os.fork()
         if not child:
             code = 1
@@ -93,6 +94,7 @@ def test_a_fork_is_told_that_the_thread_is_not_there_and_leaves_the_parent_alone
             run.close()  # as at its exit
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert session is not None and store.consumer()[0] == session
         assert sum(len(micro.infos) for mini in run for micro in mini) > 0
 
 

@@ -45,6 +45,7 @@ class Arenas(Protocol):
     """Where micro-batches are put together. One thread at a time."""
 
     copy_s: float  # seconds of copying to the device, as far as they are known
+    pinned: bool  # what is copied to the device from elsewhere should be in pinned memory, too
 
     def stage(self, nbytes: int) -> Stage: ...
     def close(self) -> None: ...
@@ -89,7 +90,7 @@ class ArenaPool:
 class HostArenas:
     """For the CPU: what was filled is what is used."""
 
-    copy_s = 0.0
+    copy_s, pinned = 0.0, False
 
     def __init__(self, reuse: bool) -> None:
         self.pool, self.reuse = ArenaPool(), reuse

@@ -71,11 +71,10 @@ class Collator:
     arenas: Arenas
     fields: frozenset[str] | None
     on_corrupt: str = "raise"
-    pinned: bool = False  # media go into memory that a CUDA device can copy from
     timing: Timing = field(default_factory=Timing)
 
     def __post_init__(self) -> None:
-        self._reader = MediaReader(self.store, self.on_corrupt, self.pinned)
+        self._reader = MediaReader(self.store, self.on_corrupt, self.arenas.pinned)
         self._frames: dict[object, Frame] = {}
         self._share: Share | None = None
         self._blueprints: dict[frozenset[str] | None, tuple[Frame, Blueprint]] = {}  # of this share

@@ -51,6 +51,8 @@ def arenas_for(device: torch.device, depth: int, reuse: bool) -> Arenas:
 class DeviceArenas:
     """For one CUDA device. Build it in the consumer's thread, whose current stream it takes for the consumer's."""
 
+    pinned = True
+
     def __init__(self, device: torch.device, depth: int, reuse: bool) -> None:
         self.device, self.reuse, self.copy_s = device, reuse, 0.0
         self.consumer = torch.cuda.current_stream(device)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from knit_data.errors import CorruptData
 
 Array = NDArray[Any]
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Field:
 
     @property
     def row_bytes(self) -> int:
-        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Array:
-        out: Array = self.ptr[1:] - self.ptr[:-1]  # a tenth of the time of np.diff, for which tables are too short
+        out: Array = self.ptr[1:] - self.ptr[:-1]  # np.diff is slow on short ones
         return out
 
     def row(self, i: int) -> Array:

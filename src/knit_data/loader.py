@@ -245,10 +245,7 @@ class TrajectoryLoader:
 
     def _collator(self) -> Collator:
         arenas = arenas_for(self.device, self.prefetch, self.reuse_buffers)
-        pinned = self.device.type == "cuda"
-        return Collator(
-            self.sampler.stream.store, self.layout, self.padding, arenas, self.fields, self.on_corrupt, pinned
-        )
+        return Collator(self.sampler.stream.store, self.layout, self.padding, arenas, self.fields, self.on_corrupt)
 
     def _begin(self) -> None:
         try:

@@ -296,8 +296,8 @@ def _check_tensor(what: str, tensor: object) -> None:
 def is_finite(tensor: Tensor) -> bool:
     """Whether no entry of a floating-point tensor is NaN or infinite.
 
-    One such entry makes any sum NaN or infinite, so that a finite sum answers in one pass: 12 MB of float32 take
-    0.4 ms, torch.isfinite 20 ms. The sum of finite entries can overflow, too: 3e38 + 3e38; then each is looked at.
+    One such entry makes any sum NaN or infinite, so that a finite sum answers in one pass and without a
+    tensor of its own. The sum of finite entries can overflow, too: 3e38 + 3e38; then each is looked at.
     """
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return math.isfinite(tensor.detach().sum(dtype=wide)) or bool(torch.isfinite(tensor).all())

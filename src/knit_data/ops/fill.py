@@ -145,9 +145,9 @@ def _wrong_numbers(arena: Tensor, *tables: Tensor) -> str | None:
     return None
 
 
-def _fallback(arena: Tensor, rows: Tensor, bounds: Tensor, columns: Tensor, spec: Tensor) -> None:
+def _fallback(*tensors: Tensor) -> None:
     extension.say_that_it_is_missing()
-    fill_slots_reference(arena, rows, bounds, columns, spec)
+    fill_slots_reference(*tensors)
 
 
 torch.library.define(

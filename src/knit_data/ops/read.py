@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,18 +109,9 @@ def _fill(fd: int, target: memoryview, start: int) -> int:
     return done
 
 
-def _fallback(
-    outs: Sequence[Tensor],
-    files: Tensor,
-    ranges: Tensor,
-    units: Tensor,
-    found: Tensor,
-    sums: Tensor,
-    nanoseconds: Tensor,
-    threads: int,
-) -> None:
+def _fallback(*arguments: Any) -> None:
     extension.say_that_it_is_missing()
-    read_ranges_reference(outs, files, ranges, units, found, sums, nanoseconds, threads)
+    read_ranges_reference(*arguments)
 
 
 torch.library.define(

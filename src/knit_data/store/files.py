@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # ESTALE: deleted on another host while open here
 _FULL = (errno.EMFILE, errno.ENFILE)  # no more descriptors, in this process or on this host
-
-
 _LOOKS = 16  # one in so many reads looks for files that were deleted
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from knit_data.errors import CorruptData
-from knit_data.infos import Field, InfoTable, MediaTable, Ragged
+from knit_data.infos import ITEM_BYTES, Field, InfoTable, MediaTable, Ragged
 
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1}
-_ITEM_BYTES |= {"BOOL": 1}
+_ITEM_BYTES = {**ITEM_BYTES, "U64": 8}  # no column is U64, but the checksums are
 _CELLS = {"policy_version": "i8", "mean_policy_version": "f8", "n_tokens": "i4", "loss_tokens": "i4", "patches": "i4"}
 _CELLS |= {"mask_bytes": "i1", "group_rows": "i4"}
 _MEDIA_CELLS = {"tokens": "i8", "patches": "i8", "checksum": "u8"}
