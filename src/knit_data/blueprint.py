@@ -1,7 +1,7 @@
-"""Everything about a rank's micro-batches that is known before their bytes are read.
+"""Everything about a micro-batch that is known before its bytes are read.
 
-Made once per mini-batch, for all its micro-batches together: where each field begins in its arena, where each row's
-bytes lie in the store and where they go. What is left to do for one micro-batch takes slices.
+Where each row's bytes lie in the store is worked out once per mini-batch; where they go, and where each field begins
+in the arena, when it is a micro-batch's turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xxhash
 
 from knit_data.frame import MASKS, ROWS, Frame
 from knit_data.infos import Array
-from knit_data.layout import lay_out
+from knit_data.layout import Slots, lay_out
 from knit_data.ops.fill import Spec
 from knit_data.planning import Layout, Padding
 from knit_data.share import Share
@@ -25,122 +25,77 @@ _NOTHING = np.uint64(xxhash.xxh3_64_intdigest(b""))
 
 @dataclass(frozen=True, eq=False)
 class Sheet:
-    """One micro-batch, to be read."""
+    """One micro-batch, to be read. Its arrays belong to the blueprint, which may write the same into them again."""
 
     rows: range  # of the share's table
+    slots: Slots
+    counts: Mapping[str, int]  # by Field.lead
     at: Mapping[str, int]  # the byte where each field begins
     nbytes: int  # of all fields
-    total: int  # slots
-    shape: tuple[int, ...]  # (T,) or (B, L)
-    starts: Array  # [n] slot of each row's first token
     marks: Array  # int64 [n, 3]: start, tokens and kind of loss mask of each row
-    extents: Array  # where positions restart, from 0 to total
-    cu_seqlens: Array  # int32
-    longest: int
-    spec: Array  # int64: of ops.fill.Spec
+    spec: Spec
     padded: Array  # int64 [C, 2]: where columns to be padded begin, and their bytes a token
     keys: Sequence[str]
     table: Array  # as in Ranges, row by row and field by field
     sums: Array
-    own_bytes: int  # of the rows' stored fields
-    shown_bytes: int  # of their media, once for each trajectory that shows them
+    shown_bytes: int  # of the rows' media, once for each trajectory that shows them
 
     def ranges(self, host: Array) -> Ranges:
         return Ranges(self.keys, [host], self.table, np.arange(len(self.sums) + 1), self.sums)
 
 
 class Blueprint:
-    """For one choice of fields."""
+    """Of a rank's part of a mini-batch, for one choice of fields. One thread at a time."""
 
     def __init__(self, share: Share, frame: Frame, layout: Layout, padding: Padding) -> None:
-        columns, ptr = share.table.columns, np.asarray(share.ptr, np.int64)
-        self._ptr, self._names = share.ptr, frame.names
-        lengths, kind = columns["n_tokens"].astype(np.int64), columns["mask_bytes"]
-        counts, n = np.diff(ptr), len(lengths)
-        which = np.repeat(np.arange(len(counts)), counts)
-        self._slots = slots = lay_out(lengths, share.ptr, layout, padding)
-        spans = share.table.ragged["spans"]
-        placed = np.concatenate([[0], np.cumsum(spans.data[:, 2])])[spans.ptr]  # media slots before each row
-        at, self._sizes = frame.place(
-            slots.totals, counts, np.diff(slots.cu_seqlens_ptr), placed[ptr[1:]] - placed[ptr[:-1]]
-        )
-        self._at = at.tolist()
-        self._shapes = [
-            (total,) if layout == "packed" else (rows, total // rows)
-            for rows, total in zip(slots.rows.tolist(), slots.totals.tolist(), strict=True)
-        ]
-        self._specs = np.array([self._spec(frame, j, layout, padding) for j in range(len(counts))], np.int64)
-        self._padded = np.zeros((len(counts), len(frame.padded), 2), np.int64)
-        self._padded[:, :, 0] = at[:, [frame.names.index(f.name) for f in frame.padded]]
-        self._padded[:, :, 1] = [f.item_bytes for f in frame.padded]
-        self._marks = np.stack([slots.starts, lengths, kind], axis=1, dtype=np.int64)
-
+        self._share, self._frame, self._layout, self._padding = share, frame, layout, padding
+        columns, n = share.table.columns, len(share.table)
+        self._lengths = columns["n_tokens"].astype(np.int64)
+        kind = columns["mask_bytes"]
+        self._marks = np.empty((n, 3), np.int64)
+        self._marks[:, 1], self._marks[:, 2] = self._lengths, kind
         # the bytes of every row in every stored field; a loss mask lies in one place, or nowhere
         stored = (frame.mask_bytes == 0) | (kind[:, None] == frame.mask_bytes)
-        local = np.arange(n) - ptr[which]
-        lead = np.where(frame.by_token, slots.starts[:, None], local[:, None])
-        sizes = np.where(frame.by_token, lengths[:, None], 1) * frame.row_bytes
-        self._table = table = np.zeros((n, len(frame.stored), 5), np.int64)
-        table[:, :, 1] = np.where(stored, columns["offsets"][:, frame.columns], 0)
-        table[:, :, 2] = np.where(stored, sizes, 0)
-        table[:, :, 4] = lead * frame.row_bytes + at[which][:, frame.stored_at]
+        self._table = np.zeros((n, len(frame.stored), 5), np.int64)
+        self._table[:, :, 1] = columns["offsets"][:, frame.columns] * stored
+        self._table[:, :, 2] = np.where(frame.by_token, self._lengths[:, None], 1) * (frame.row_bytes * stored)
         self._sums = np.where(stored, columns["checksums"][:, frame.columns], _NOTHING)
-        segment, keys = share.segments
-        used, inverse = np.unique(which * len(keys) + segment, return_inverse=True)  # pairs of micro-batch and segment
-        edges = np.searchsorted(used, np.arange(len(counts) + 1) * len(keys))
-        table[:, :, 0] = (inverse.reshape(-1) - edges[which])[:, None]
-        named = [keys[k % len(keys)] for k in used.tolist()]
-        self._keys = [named[a:b] for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
 
-        own, shown = table[:, :, 2].sum(axis=1), self._shown_bytes(share)
-        own, shown = (np.concatenate([[0], np.cumsum(part)])[ptr] for part in (own, shown))
-        self._own, self._shown = np.diff(own).tolist(), np.diff(shown).tolist()
-
-    def _spec(self, frame: Frame, j: int, layout: Layout, padding: Padding) -> Spec:
-        at = dict(zip(frame.names, self._at[j], strict=True))
-        return Spec(
-            int(self._slots.totals[j]),
+    def sheet(self, j: int) -> Sheet:
+        share, frame = self._share, self._frame
+        first, last = share.ptr[j], share.ptr[j + 1]
+        n, rows = last - first, range(first, last)
+        slots = lay_out(self._lengths[first:last], self._layout, self._padding)
+        spans, shown = share.spans(rows)
+        media = int(spans[:, 2].sum()) if len(spans) else 0
+        counts = {"slots": slots.total, "rows": n, "ends": len(slots.cu_seqlens), "media": media}
+        at, nbytes = frame.place(counts)
+        marks, table = self._marks[first:last], self._table[first:last]
+        marks[:, 0] = slots.starts
+        table[:, :, 0], keys = share.segments(rows)
+        lead = np.where(frame.by_token, slots.starts[:, None], np.arange(n)[:, None])
+        table[:, :, 4] = lead * frame.row_bytes + [at[f.name] for f in frame.stored]
+        spec = Spec(
+            slots.total,
             at["input_ids"],
             frame["input_ids"].item_bytes,
-            padding.token_id,
+            self._padding.token_id,
             at.get(MASKS, -1),
             at["loss_mask"],
             at["labels"],
             at[ROWS],
             at["position_ids"] if frame.own_positions else -1,
             at.get("attention_mask", -1),
-            layout == "packed",
+            self._layout == "packed",
         )
-
-    @staticmethod
-    def _shown_bytes(share: Share) -> Array:
-        """Per row the bytes of its media, each once."""
-        spans, sizes, n = share.table.ragged["spans"], share.media_bytes, len(share.table)
-        if not len(spans.data):
-            return np.zeros(n, np.int64)
-        pairs = np.unique(np.repeat(np.arange(n), spans.lengths) * len(sizes) + spans.data[:, 0])
-        out: Array = np.bincount(pairs // len(sizes), sizes[pairs % len(sizes)], n).astype(np.int64)
-        return out
-
-    def sheet(self, j: int) -> Sheet:
-        first, last, slots = self._ptr[j], self._ptr[j + 1], self._slots
+        padded = np.array([(at[f.name], f.item_bytes) for f in frame.padded], np.int64).reshape(-1, 2)
         sums = self._sums[first:last].reshape(-1)
-        return Sheet(
-            range(first, last),
-            dict(zip(self._names, self._at[j], strict=True)),
-            int(self._sizes[j]),
-            int(slots.totals[j]),
-            self._shapes[j],
-            slots.starts[first:last],
-            self._marks[first:last],
-            slots.extents[slots.extents_ptr[j] : slots.extents_ptr[j + 1]],
-            slots.cu_seqlens[slots.cu_seqlens_ptr[j] : slots.cu_seqlens_ptr[j + 1]],
-            int(slots.longest[j]),
-            self._specs[j],
-            self._padded[j],
-            self._keys[j],
-            self._table[first:last].reshape(-1, 5),
-            sums,
-            self._own[j],
-            self._shown[j],
-        )
+        shown_bytes = _shown_bytes(spans, shown, share.media_bytes) if media else 0
+        table = table.reshape(-1, 5)
+        return Sheet(rows, slots, counts, at, nbytes, marks, spec, padded, keys, table, sums, shown_bytes)
+
+
+def _shown_bytes(spans: Array, counts: Array, sizes: Array) -> int:
+    """The bytes of the media of so many spans a row, each once a row."""
+    pairs = np.unique(np.repeat(np.arange(len(counts)), counts) * len(sizes) + spans[:, 0])
+    return int(sizes[pairs % len(sizes)].sum())

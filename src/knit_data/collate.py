@@ -21,15 +21,13 @@ from knit_data.errors import CorruptData, InvalidArgument, InvalidTrajectory, Kn
 from knit_data.frame import MASKS, MODEL, ROWS, SLOTS, Field, Frame, part
 from knit_data.infos import Array
 from knit_data.layout import restarts
-from knit_data.media import MediaBatch, MediaReader, Taken, pieces_of, slots_of
+from knit_data.media import MediaBatch, MediaReader, Pieces, Taken, pieces_of
 from knit_data.ops.fill import BLANK, fill_slots
 from knit_data.planning import Layout, Padding
 from knit_data.share import Share
 from knit_data.store.ranges import Outcome, Ranges, read_verified
 from knit_data.store.store import TrajectoryStore
 from knit_data.tracing import span
-
-_NO_PIECES = np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)  # of a text-only mini-batch
 
 
 @dataclass(eq=False)
@@ -89,23 +87,23 @@ class Collator:
             taken, masked = self._read(share, j, frame, sheet, host)
         with span("knit/fill"):
             self._fill(share, frame, sheet, host, masked)
-            pieces, token_ids, where = _NO_PIECES
-            if share.stand_ins:
-                pieces, token_ids = pieces_of(share, sheet, masked)
-                where = slots_of(pieces)
-            part(host, frame[SLOTS], at, len(where))[...] = where
-            strays = self._without_strays(share, frame, sheet, host, where)
+            pieces, token_ids = pieces_of(share, sheet, masked) if share.stand_ins else ([], frozenset[int]())
+            where, filled = part(host, frame[SLOTS], at, sheet.counts["media"]), 0
+            for _, _, n, slot in pieces:
+                where[filled : filled + n] = np.arange(slot, slot + n)
+                filled += n
+            strays = self._without_strays(share, frame, sheet, host, pieces)
             told_apart = self._told_apart(frame, sheet, host)
         with span("knit/copy"):
             copied = self.arenas.copy_s
-            delivery = stage.send(at[MODEL] + (sheet.total * frame["input_ids"].item_bytes if strays else 0))
+            delivery = stage.send(at[MODEL] + (sheet.slots.total * frame["input_ids"].item_bytes if strays else 0))
             self.timing.copy_s += self.arenas.copy_s - copied
-        del host, stage  # the tensors alone hold the lease
-        counts = {"slots": sheet.total, "rows": len(sheet.rows), "ends": len(sheet.cu_seqlens), "media": len(where)}
+        del host, stage, where  # the tensors alone hold the lease
+        counts = {**sheet.counts, "media": filled}
 
         def tensor(f: Field) -> Tensor:
             flat = delivery.data[at[f.name] : at[f.name] + counts[f.lead] * f.item_bytes].view(f.dtype)
-            lead = sheet.shape if f.lead == "slots" and f.name != ROWS else (counts[f.lead],)
+            lead = sheet.slots.shape if f.lead == "slots" and f.name != ROWS else (counts[f.lead],)
             return flat if len(lead) == 1 and not f.shape else flat.view(*lead, *f.shape)
 
         micro = MicroBatch(
@@ -113,7 +111,7 @@ class Collator:
             share.table,
             sheet.rows,
             self.layout,
-            sheet.longest,
+            sheet.slots.longest,
             j + 1 == share.count,
             frame.per_token,
             tensor(frame[ROWS]),
@@ -136,10 +134,13 @@ class Collator:
         table, masks, models = share.table, share.mask_kinds, bool(share.token_ids)
         key = table.schema, tuple(table.value_names), masks, asked, models
         if (frame := self._frames.get(key)) is None:
-            frame = self._frames[key] = Frame.of(table, self.layout, masks, asked, models)
-        ids = np.iinfo(frame["input_ids"].kind)
-        if self.padding.token_id > ids.max:
-            raise InvalidArgument(f"Padding(token_id={self.padding.token_id}) does not fit input_ids of {ids.dtype}.")
+            frame = Frame.of(table, self.layout, masks, asked, models)
+            ids = np.iinfo(frame["input_ids"].kind)
+            if self.padding.token_id > ids.max:
+                raise InvalidArgument(
+                    f"Padding(token_id={self.padding.token_id}) does not fit input_ids of {ids.dtype}."
+                )
+            self._frames[key] = frame
         return frame
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -176,8 +177,9 @@ class Collator:
         timing.read_s += sum(outcome.read_s for outcome in outcomes)
         timing.verify_s += sum(outcome.verify_s for outcome in outcomes)
         timing.bytes_read += sum(outcome.nbytes for outcome in outcomes)
-        timing.bytes_logical += sheet.own_bytes + sheet.shown_bytes
-        timing.bytes_unique += sheet.own_bytes + (int(share.media_bytes[list(new)].sum()) if new else 0)
+        own = int(sheet.table[:, 2].sum())
+        timing.bytes_logical += own + sheet.shown_bytes
+        timing.bytes_unique += own + (int(share.media_bytes[list(new)].sum()) if new else 0)
 
     # -- filling ----------------------------------------------------------------------------------------------------
 
@@ -186,8 +188,8 @@ class Collator:
         if masked:
             marks = marks.copy()
             marks[masked, 2] = BLANK
-        fill_slots(torch.from_numpy(host), marks, sheet.extents, sheet.padded, sheet.spec)
-        part(host, frame["cu_seqlens"], at, len(sheet.cu_seqlens))[...] = sheet.cu_seqlens
+        fill_slots(torch.from_numpy(host), marks, sheet.slots.extents, sheet.padded, sheet.spec)
+        part(host, frame["cu_seqlens"], at, sheet.counts["ends"])[...] = sheet.slots.cu_seqlens
         if masked and not frame.own_positions:  # zeros would look as if none of these tokens had one before it
             positions = frame["position_ids"]
             for start, tokens, _ in sheet.marks[masked].tolist():
@@ -205,10 +207,12 @@ class Collator:
         positions = frame["position_ids"]
         if frame.own_positions or positions.shape:
             return True  # ours restart; to several axes the micro-batch adds the row that does
-        stored, rows = (part(host, f, sheet.at, sheet.total) for f in (positions, frame[ROWS]))
+        stored, rows = (part(host, f, sheet.at, sheet.slots.total) for f in (positions, frame[ROWS]))
         return restarts(stored, rows, len(sheet.rows))
 
-    def _media(self, share: Share, j: int, pieces: Array, token_ids: Array, at: Tensor, taken: Taken) -> MediaBatch:
+    def _media(
+        self, share: Share, j: int, pieces: Pieces, token_ids: frozenset[int], at: Tensor, taken: Taken
+    ) -> MediaBatch:
         expected = frozenset(share.token_ids)
         if not share.stand_ins:
             return MediaBatch(position=j, mini=share, expected=expected)
@@ -217,13 +221,14 @@ class Collator:
                 f"Padding(token_id={self.padding.token_id}) is the placeholder of this mini-batch's media: a model "
                 "could not tell padding from images. Pass the tokenizer's pad id."
             )
-        used, which = np.unique(pieces[:, 0], return_inverse=True)
+        digests = share.table.media.columns["digest"]
+        which = {u: k for k, u in enumerate(sorted({u for u, *_ in pieces}))}
         return MediaBatch(
-            digests=tuple(share.table.media.columns["digest"][u].tobytes().hex() for u in used.tolist()),
+            digests=tuple(digests[u].tobytes().hex() for u in which),
             fresh=taken[0],
-            pieces=tuple(zip(which.tolist(), pieces[:, 1].tolist(), pieces[:, 2].tolist(), strict=True)),
+            pieces=tuple((which[u], first, n) for u, first, n, _ in pieces),
             slots=at.view(torch.int64),
-            token_ids=frozenset(token_ids.tolist()),
+            token_ids=token_ids,
             patches=share.patches[j],
             rank=share.rank,
             stand_in=taken[1],
@@ -232,7 +237,7 @@ class Collator:
             expected=expected,
         )
 
-    def _without_strays(self, share: Share, frame: Frame, sheet: Sheet, host: Array, where: Array) -> bool:
+    def _without_strays(self, share: Share, frame: Frame, sheet: Sheet, host: Array, pieces: Pieces) -> bool:
         """Writes the ids for a model that finds images by their placeholders: a pad id in place of those that were
         sampled. False: there are none.
 
@@ -240,14 +245,14 @@ class Collator:
         """
         if not share.token_ids:
             return False
-        at, total, n = sheet.at, sheet.total, len(sheet.rows)
+        at, total, n = sheet.at, sheet.slots.total, len(sheet.rows)
         ids, rows = part(host, frame["input_ids"], at, total), part(host, frame[ROWS], at, total)
-        stray = np.zeros(total, bool)
-        for known in share.token_ids:
+        stray = ids == share.token_ids[0]
+        for known in share.token_ids[1:]:
             stray |= ids == known
-        stray &= rows < n
-        stray[where] = False
-        if not stray.any():
+        for _, _, length, slot in pieces:
+            stray[slot : slot + length] = False
+        if not stray.any() or not (stray := stray & (rows < n)).any():
             return False
         weighed = part(host, frame["loss_mask"], at, total) != 0
         for i in np.unique(rows[stray]).tolist():

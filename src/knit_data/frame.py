@@ -60,11 +60,7 @@ class Frame:
         self.own_positions = self["position_ids"].column is None
         computed = {"labels", "attention_mask"}
         self.per_token = frozenset(f.name for f in self.visible if f.lead == "slots" and f.name not in computed)
-        self.names = [f.name for f in fields]
-        self._leads = np.array([("slots", "rows", "ends", "media").index(f.lead) for f in fields])
-        self._item_bytes = np.array([f.item_bytes for f in fields], np.int64)
         # of the stored fields, as arrays
-        self.stored_at = np.array([self.names.index(f.name) for f in self.stored])
         self.columns = np.array([f.column for f in self.stored], np.int64)
         self.by_token = np.array([f.lead == "slots" for f in self.stored])
         self.row_bytes = np.array([f.item_bytes for f in self.stored], np.int64)
@@ -105,15 +101,16 @@ class Frame:
             out.append(Field(MASKS, torch.uint8, "slots", column=mask, mask_bytes=1))
         return cls(out)
 
-    def place(self, slots: Array, rows: Array, ends: Array, media: Array) -> tuple[Array, Array]:
-        """The byte where each field begins, [J, fields], and the bytes of all, [J].
+    def place(self, counts: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """The byte where each field begins, and the bytes of all; ``counts`` by lead: slots, rows, ends and media.
 
-        Of J micro-batches with so many slots, rows, entries of ``cu_seqlens`` and slots of media, each [J].
+        Of labels (int64, slots) and cu_seqlens (int32, ends), with 5 slots and 3 ends: 0 and 64, 128 in all.
         """
-        counts = np.stack([slots, rows, ends, media], axis=1)[:, self._leads]
-        sizes = -(-counts * self._item_bytes // ALIGN) * ALIGN
-        ends = np.cumsum(sizes, axis=1)
-        return ends - sizes, ends[:, -1]
+        at, end = dict[str, int](), 0
+        for f in self._fields.values():
+            at[f.name] = end
+            end += -(-counts[f.lead] * f.item_bytes // ALIGN) * ALIGN
+        return at, end
 
 
 def part(host: Array, f: Field, at: Mapping[str, int], count: int) -> Array:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -93,6 +94,7 @@ class MediaBatch:
 
 
 Taken = tuple[tuple["Medium | None", ...], "Medium | None"]
+Pieces = list[tuple[int, int, int, int]]
 
 
 @dataclass(eq=False)
@@ -105,23 +107,13 @@ class MediaPlan:
     made: list[Medium] = field(default_factory=list)  # one for each: its memory is there, its bytes are to come
     keys: list[str] = field(default_factory=list)
     outs: list[Array] = field(default_factory=list)
-    tables: list[Array] = field(default_factory=list)
+    table: list[tuple[int, ...]] = field(default_factory=list)
+    units: list[int] = field(default_factory=lambda: [0])
     sums: list[int] = field(default_factory=list)
 
-    def add(self, row: int, made: Medium, key: str, out: Array, extents: Array, begins: Array, checksum: int) -> None:
-        table = np.zeros((len(extents), 5), np.int64)
-        table[:, 0] = table[:, 3] = len(self.rows)
-        table[:, 1:3], table[:, 4] = extents, begins
-        self.rows.append(row)
-        self.made.append(made)
-        self.keys.append(key)
-        self.outs.append(out)
-        self.tables.append(table)
-        self.sums.append(checksum)
-
     def ranges(self) -> Ranges:
-        units = np.cumsum([0, *map(len, self.tables)])
-        return Ranges(self.keys, self.outs, np.concatenate(self.tables), units, np.array(self.sums, np.uint64))
+        table, units = np.array(self.table, np.int64).reshape(-1, 5), np.array(self.units)
+        return Ranges(self.keys, self.outs, table, units, np.array(self.sums, np.uint64))
 
 
 class MediaReader:
@@ -183,17 +175,29 @@ class MediaReader:
         digests = [media.columns["digest"][u].tobytes().hex() for u in rows]
         plan = MediaPlan(digests, self._kept.found(digests))
         for u, digest in zip(rows, digests, strict=True):
-            if digest in plan.found or u in bad:
-                continue
-            extents = media.ragged["extents"].row(u)
-            begins = np.concatenate([[0], np.cumsum(-(-extents[:, 1] // ALIGN) * ALIGN)])
-            host, owner = self._lease(int(begins[-1]))
-            key = self._store.segment_key(
-                share.names[int(media.columns["writer"][u])], int(media.columns["segment"][u])
-            )
-            medium = _medium(share, u, digest, owner, begins.tolist())
-            plan.add(u, medium, key, host, extents, begins[:-1], media.columns["checksum"][u])
+            if digest not in plan.found and u not in bad:
+                self._add(plan, share, u, digest)
         return plan
+
+    def _add(self, plan: MediaPlan, share: Share, u: int, digest: str) -> None:
+        media, cells, number = share.table.media, share.table.media.columns, len(plan.rows)
+        extents, end = media.ragged["extents"].row(u).tolist(), 0
+        for begin, size in extents:
+            plan.table.append((number, begin, size, number, end))
+            end += -(-size // ALIGN) * ALIGN
+        host, owner = self._lease(end)
+        tensors = {}
+        for (name, code, shape), (*_, size, _, at) in zip(
+            _parts(media.ragged["parts"].row(u).tobytes()), plan.table[-len(extents) :], strict=True
+        ):
+            tensors[name] = owner[at : at + size].view(torch_dtype(code)).view(shape)
+        kind, tokens, patches = media.ragged["kind"].text(u), int(cells["tokens"][u]), int(cells["patches"][u])
+        plan.rows.append(u)
+        plan.made.append(Medium(digest, tensors, tokens, patches, kind, capacity(end)))
+        plan.keys.append(self._store.segment_key(share.names[int(cells["writer"][u])], int(cells["segment"][u])))
+        plan.outs.append(host)
+        plan.units.append(len(plan.table))
+        plan.sums.append(cells["checksum"][u])
 
     def _lease(self, nbytes: int) -> tuple[Array, Tensor]:
         if not self._pinned:
@@ -231,46 +235,25 @@ class MediaReader:
         self._bad.setdefault(share, {})[u] = error
 
 
-def pieces_of(share: Share, sheet: Sheet, masked: Sequence[int]) -> tuple[Array, Array]:
-    """Where features go, masked rows left out: ``[S, 4]`` (row of ``share.table.media``, first feature, how many, first
-    slot) in token order, and the placeholder id of each.
+def pieces_of(share: Share, sheet: Sheet, masked: Sequence[int]) -> tuple[Pieces, frozenset[int]]:
+    """Where features go, masked rows left out, in token order: (row of ``share.table.media``, first feature, how many,
+    first slot); and the placeholder ids there.
 
     A medium of 5 features with spans (3, 2) and (9, 3): pieces (u, 0, 2, 3) and (u, 2, 3, 9).
     """
-    data, counts = share.spans(sheet.rows)
-    if not len(data):
-        return np.zeros((0, 4), np.int64), np.zeros(0, np.int64)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    if len(masked):
-        data, rows = data[~np.isin(rows, masked)], rows[~np.isin(rows, masked)]
-    tokens = share.table.media.columns["tokens"]
-    first = np.zeros(len(data), np.int64)
-    if (data[:, 2] != tokens[data[:, 0]]).any():  # some medium has several spans
-        done = 0
-        for k, (u, _, length, _) in enumerate(data.tolist()):
-            first[k] = done
-            done = (done + length) % int(tokens[u])
-    slots = sheet.starts[rows] + data[:, 1]
-    out = np.stack([share.same[data[:, 0]], first, data[:, 2], slots], axis=1)
-    order = np.argsort(slots, kind="stable")
-    return out[order], data[order, 3]
+    (data, counts), out, ids, done = share.spans(sheet.rows), [], set[int](), 0
+    rows = np.repeat(np.arange(len(counts)), counts).tolist()
+    starts, same, tokens = sheet.slots.starts.tolist(), share.same, share.table.media.columns["tokens"]
+    for row, (u, start, length, token) in zip(rows, data.tolist(), strict=True):
+        if row in masked:
+            continue
+        out.append((int(same[u]), done, length, starts[row] + start))
+        done = (done + length) % int(tokens[u])  # a medium's spans follow each other, not always in token order
+        ids.add(token)
+    return sorted(out, key=itemgetter(3)), frozenset(ids)
 
 
-def slots_of(pieces: Array) -> Array:
-    """Each slot of these pieces: (u, 0, 2, 7), (u, 2, 1, 20) -> [7, 8, 20]."""
-    lengths = pieces[:, 2]
-    ends = np.cumsum(lengths)
-    out: Array = np.arange(int(ends[-1])) if len(ends) else np.zeros(0, np.int64)
-    out += np.repeat(pieces[:, 3] - (ends - lengths), lengths)
-    return out
-
-
-def _medium(share: Share, u: int, digest: str, owner: Tensor, begins: Sequence[int]) -> Medium:
-    media, tensors = share.table.media, {}
-    for begin, (name, code, shape) in zip(begins, json.loads(media.ragged["parts"].text(u)), strict=False):
-        dtype = torch_dtype(code)
-        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        tensors[name] = owner[begin : begin + size].view(dtype).view(shape)
-    cells = media.columns
-    kind, held = media.ragged["kind"].text(u), capacity(begins[-1])
-    return Medium(digest, tensors, int(cells["tokens"][u]), int(cells["patches"][u]), kind, held)
+@lru_cache(maxsize=1024)
+def _parts(text: bytes) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor of a medium, as a media table tells them."""
+    return [(name, code, tuple(shape)) for name, code, shape in json.loads(text)]

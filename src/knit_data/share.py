@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -65,42 +66,42 @@ class Share:
     @cached_property
     def same(self) -> Array:
         """[U] per row of ``table.media`` the first that has the same content: segments each hold their own copy."""
-        first, which = self.table.media.distinct()
-        out: Array = first[which]
-        return out
+        first = dict[bytes, int]()
+        digests = self.table.media.columns["digest"].tobytes()
+        cells = [digests[at : at + 32] for at in range(0, len(digests), 32)]
+        return np.array([first.setdefault(digest, u) for u, digest in enumerate(cells)], np.int64)
 
     @cached_property
     def new_media(self) -> tuple[tuple[int, ...], ...]:
         """Per micro-batch the media that this rank meets there first, one row of ``table.media`` each, in order."""
-        spans, out = self.table.ragged["spans"], [list[int]() for _ in range(self.count)]
+        spans = self.table.ragged["spans"]
         if not len(spans.data):
             return ((),) * self.count
-        used, first = np.unique(self.same[spans.data[:, 0]], return_index=True)
-        order = np.argsort(first)
-        ends = spans.ptr[np.asarray(self.ptr[1:])]  # spans before the end of each micro-batch
-        for u, j in zip(used[order].tolist(), np.searchsorted(ends, first[order], "right").tolist(), strict=True):
-            out[j].append(u)
-        return tuple(map(tuple, out))
+        used, ends = self.same[spans.data[:, 0]].tolist(), spans.ptr[np.asarray(self.ptr)].tolist()
+        out, met = [], set[int]()
+        for begin, end in pairwise(ends):
+            new = [u for u in dict.fromkeys(used[begin:end]) if u not in met]
+            met.update(new)
+            out.append(tuple(new))
+        return tuple(out)
 
-    @cached_property
-    def segments(self) -> tuple[Array, Sequence[str]]:
-        """[N] per row which segment holds it, and the segments' keys."""
-        columns = self.table.columns
-        _, first, which = np.unique(  # no store has a million writers
-            columns["segment"] * (1 << 20) + columns["writer"], return_index=True, return_inverse=True
-        )
-        cells = zip(columns["writer"][first].tolist(), columns["segment"][first].tolist(), strict=True)
-        return which.reshape(-1), [Catalogue.segment_key(self.names[w], s) for w, s in cells]
+    def segments(self, rows: range) -> tuple[Array, Sequence[str]]:
+        """[n, 1] which of these rows' segments holds each, and the segments' keys."""
+        columns, mine = self.table.columns, slice(rows.start, rows.stop)
+        places = columns["segment"][mine] * (1 << 20) + columns["writer"][mine]  # no store has a million writers
+        used, which = np.unique(places, return_inverse=True)
+        cells = (divmod(place, 1 << 20) for place in used.tolist())
+        return which.reshape(-1, 1), [Catalogue.segment_key(self.names[w], s) for s, w in cells]
 
     def spans(self, rows: range) -> tuple[Array, Array]:
         """The spans [S, 4] of these rows, and how many each has."""
         ptr = self.table.ragged["spans"].ptr[rows.start : rows.stop + 1]
-        return self.table.ragged["spans"].data[ptr[0] : ptr[-1]], np.diff(ptr)
+        return self.table.ragged["spans"].data[ptr[0] : ptr[-1]], ptr[1:] - ptr[:-1]
 
     @cached_property
     def mask_kinds(self) -> frozenset[int]:
         """Bytes a token of the loss masks that are stored; 0: some trajectory has none."""
-        return frozenset(np.unique(self.table.columns["mask_bytes"]).tolist())
+        return frozenset(self.table.columns["mask_bytes"].tolist())
 
     @cached_property
     def media_bytes(self) -> Array:
