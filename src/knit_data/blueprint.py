@@ -7,7 +7,7 @@ in the arena, when it is a micro-batch's turn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -23,8 +23,7 @@ from knit_data.store.ranges import Ranges
 _NOTHING = np.uint64(xxhash.xxh3_64_intdigest(b""))
 
 
-@dataclass(frozen=True, eq=False)
-class Sheet:
+class Sheet(NamedTuple):
     """One micro-batch, to be read. Its arrays belong to the blueprint, which may write the same into them again."""
 
     rows: range  # of the share's table
@@ -34,7 +33,7 @@ class Sheet:
     nbytes: int  # of all fields
     marks: Array  # int64 [n, 3]: start, tokens and kind of loss mask of each row
     spec: Spec
-    padded: Array  # int64 [C, 2]: where columns to be padded begin, and their bytes a token
+    padded: Array  # int64 [2 * C]: where each column to be padded begins, and its bytes a token
     keys: Sequence[str]
     table: Array  # as in Ranges, row by row and field by field
     sums: Array
@@ -50,15 +49,15 @@ class Blueprint:
     def __init__(self, share: Share, frame: Frame, layout: Layout, padding: Padding) -> None:
         self._share, self._frame, self._layout, self._padding = share, frame, layout, padding
         columns, n = share.table.columns, len(share.table)
-        self._lengths = columns["n_tokens"].astype(np.int64)
-        kind = columns["mask_bytes"]
+        lengths, kind = columns["n_tokens"].astype(np.int64), columns["mask_bytes"]
+        self._lengths = lengths.tolist()
         self._marks = np.empty((n, 3), np.int64)
-        self._marks[:, 1], self._marks[:, 2] = self._lengths, kind
+        self._marks[:, 1], self._marks[:, 2] = lengths, kind
         # the bytes of every row in every stored field; a loss mask lies in one place, or nowhere
         stored = (frame.mask_bytes == 0) | (kind[:, None] == frame.mask_bytes)
         self._table = np.zeros((n, len(frame.stored), 5), np.int64)
         self._table[:, :, 1] = columns["offsets"][:, frame.columns] * stored
-        self._table[:, :, 2] = np.where(frame.by_token, self._lengths[:, None], 1) * (frame.row_bytes * stored)
+        self._table[:, :, 2] = np.where(frame.by_token, lengths[:, None], 1) * (frame.item_bytes * stored)
         self._sums = np.where(stored, columns["checksums"][:, frame.columns], _NOTHING)
 
     def sheet(self, j: int) -> Sheet:
@@ -66,15 +65,21 @@ class Blueprint:
         first, last = share.ptr[j], share.ptr[j + 1]
         n, rows = last - first, range(first, last)
         slots = lay_out(self._lengths[first:last], self._layout, self._padding)
-        spans, shown = share.spans(rows)
-        media = int(spans[:, 2].sum()) if len(spans) else 0
+        media = shown_bytes = 0
+        if len(share.table.media):
+            spans, shown = share.spans(rows)
+            media, shown_bytes = int(spans[:, 2].sum()), _shown_bytes(spans, shown, share.media_bytes)
         counts = {"slots": slots.total, "rows": n, "ends": len(slots.cu_seqlens), "media": media}
         at, nbytes = frame.place(counts)
         marks, table = self._marks[first:last], self._table[first:last]
         marks[:, 0] = slots.starts
-        table[:, :, 0], keys = share.segments(rows)
-        lead = np.where(frame.by_token, slots.starts[:, None], np.arange(n)[:, None])
-        table[:, :, 4] = lead * frame.row_bytes + [at[f.name] for f in frame.stored]
+        which, keys = share.segments(rows)
+        table[:, :, 0] = np.array(which, np.int64)[:, None]
+        places = table[:, :, 4]
+        np.multiply(slots.starts[:, None], frame.token_bytes, places)
+        places += np.array([at[f.name] for f in frame.stored])
+        if frame.stores_values:
+            places += np.arange(n)[:, None] * frame.value_bytes
         spec = Spec(
             slots.total,
             at["input_ids"],
@@ -88,9 +93,8 @@ class Blueprint:
             at.get("attention_mask", -1),
             self._layout == "packed",
         )
-        padded = np.array([(at[f.name], f.item_bytes) for f in frame.padded], np.int64).reshape(-1, 2)
+        padded = np.array([n for f in frame.padded for n in (at[f.name], f.item_bytes)], np.int64)
         sums = self._sums[first:last].reshape(-1)
-        shown_bytes = _shown_bytes(spans, shown, share.media_bytes) if media else 0
         table = table.reshape(-1, 5)
         return Sheet(rows, slots, counts, at, nbytes, marks, spec, padded, keys, table, sums, shown_bytes)
 

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knit_data.arena import Arenas, Delivery
+from knit_data.arena import ALIGN, Arenas, Delivery
 from knit_data.batch import MicroBatch
 from knit_data.blueprint import Blueprint, Sheet
 from knit_data.errors import CorruptData, InvalidArgument, InvalidTrajectory, KnitError, ShortRead
 from knit_data.frame import MASKS, MODEL, ROWS, SLOTS, Field, Frame, part
 from knit_data.infos import Array
 from knit_data.layout import restarts
-from knit_data.media import MediaBatch, MediaReader, Pieces, Taken, pieces_of
+from knit_data.media import MediaBatch, MediaPlan, MediaReader, Pieces, Taken, pieces_of
 from knit_data.ops.fill import BLANK, fill_slots
 from knit_data.planning import Layout, Padding
 from knit_data.share import Share
@@ -96,13 +96,16 @@ class Collator:
             told_apart = self._told_apart(frame, sheet, host)
         with span("knit/copy"):
             copied = self.arenas.copy_s
-            delivery = stage.send(at[MODEL] + (sheet.slots.total * frame["input_ids"].item_bytes if strays else 0))
+            model_bytes = sheet.slots.total * frame["input_ids"].item_bytes if strays else 0
+            delivery = stage.send(at[MODEL] + -(-model_bytes // ALIGN) * ALIGN)  # whole elements of every type
             self.timing.copy_s += self.arenas.copy_s - copied
         del host, stage, where  # the tensors alone hold the lease
         counts = {**sheet.counts, "media": filled}
+        typed = {dtype: delivery.data.view(dtype) for dtype in frame.dtypes}
 
         def tensor(f: Field) -> Tensor:
-            flat = delivery.data[at[f.name] : at[f.name] + counts[f.lead] * f.item_bytes].view(f.dtype)
+            begin = at[f.name] // f.dtype.itemsize
+            flat = typed[f.dtype][begin : begin + counts[f.lead] * f.items]
             lead = sheet.slots.shape if f.lead == "slots" and f.name != ROWS else (counts[f.lead],)
             return flat if len(lead) == 1 and not f.shape else flat.view(*lead, *f.shape)
 
@@ -156,7 +159,7 @@ class Collator:
                 self._judge(share.table[sheet.rows[row]].id, frame.stored[column], error)
                 bad.add(row)
         taken = self._reader.take(share, j, plan, {u - n: e for u, e in outcome.errors.items() if u >= n})
-        self._count(share, j, sheet, [outcome, *self._reader.more()])
+        self._count(share, j, sheet, plan, [outcome, *self._reader.more()])
         masked = sorted({*bad, *self._reader.corrupt_rows(share, sheet.rows)})
         self.timing.masked += len(masked)
         return taken, masked
@@ -172,12 +175,12 @@ class Collator:
                 "Restore the file, or pass on_corrupt='mask'."
             )
 
-    def _count(self, share: Share, j: int, sheet: Sheet, outcomes: Sequence[Outcome]) -> None:
+    def _count(self, share: Share, j: int, sheet: Sheet, plan: MediaPlan, outcomes: Sequence[Outcome]) -> None:
         timing, new = self.timing, share.new_media[j]
         timing.read_s += sum(outcome.read_s for outcome in outcomes)
         timing.verify_s += sum(outcome.verify_s for outcome in outcomes)
         timing.bytes_read += sum(outcome.nbytes for outcome in outcomes)
-        own = int(sheet.table[:, 2].sum())
+        own = outcomes[0].nbytes - plan.nbytes
         timing.bytes_logical += own + sheet.shown_bytes
         timing.bytes_unique += own + (int(share.media_bytes[list(new)].sum()) if new else 0)
 

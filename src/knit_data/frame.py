@@ -39,8 +39,13 @@ class Field:
         return raw[self.dtype] if self.dtype in raw else torch.empty(0, dtype=self.dtype).numpy().dtype
 
     @cached_property
+    def items(self) -> int:
+        """In an entry."""
+        return math.prod(self.shape)
+
+    @cached_property
     def item_bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
+        return self.dtype.itemsize * self.items
 
 
 class Frame:
@@ -52,6 +57,8 @@ class Frame:
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self._fields = {f.name: f for f in fields}
+        self._sizes = [(f.name, f.lead, f.item_bytes) for f in fields]
+        self.dtypes = {f.dtype for f in fields}
         self.visible = [f for f in fields if not f.name.startswith("\0")]
         self.stored = [f for f in fields if f.column is not None]
         self.values = [f for f in fields if f.lead == "rows"]
@@ -63,7 +70,9 @@ class Frame:
         # of the stored fields, as arrays
         self.columns = np.array([f.column for f in self.stored], np.int64)
         self.by_token = np.array([f.lead == "slots" for f in self.stored])
-        self.row_bytes = np.array([f.item_bytes for f in self.stored], np.int64)
+        self.item_bytes = np.array([f.item_bytes for f in self.stored], np.int64)
+        self.token_bytes, self.value_bytes = self.item_bytes * self.by_token, self.item_bytes * ~self.by_token
+        self.stores_values = not self.by_token.all()
         self.mask_bytes = np.array([f.mask_bytes for f in self.stored], np.int64)
 
     def __getitem__(self, name: str) -> Field:
@@ -107,9 +116,9 @@ class Frame:
         Of labels (int64, slots) and cu_seqlens (int32, ends), with 5 slots and 3 ends: 0 and 64, 128 in all.
         """
         at, end = dict[str, int](), 0
-        for f in self._fields.values():
-            at[f.name] = end
-            end += -(-counts[f.lead] * f.item_bytes // ALIGN) * ALIGN
+        for name, lead, size in self._sizes:
+            at[name] = end
+            end += -(-counts[lead] * size // ALIGN) * ALIGN
         return at, end
 
 

@@ -5,7 +5,9 @@ Pure arithmetic on lengths. Slots are numbered through: packed 0 to T - 1, padde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +15,7 @@ from knit_data.infos import Array
 from knit_data.planning import Layout, Padding
 
 
-@dataclass(frozen=True, eq=False)
-class Slots:
+class Slots(NamedTuple):
     """n rows: token t of row i stands at slot ``starts[i] + t``."""
 
     starts: Array  # int64 [n]
@@ -25,27 +26,26 @@ class Slots:
     longest: int  # of the extents, padding included
 
 
-def lay_out(lengths: Array, layout: Layout, padding: Padding) -> Slots:
-    """Slots of rows of so many tokens, int64 [n]; without rows there are two tokens of padding.
+def lay_out(lengths: Sequence[int], layout: Layout, padding: Padding) -> Slots:
+    """Slots of rows of so many tokens; without rows there are two tokens of padding.
 
     Packed, ``sequence_to=4, total_to=8``, lengths [5, 3]: extents [0, 8, 12, 16], starts [0, 8], T = 16, cu_seqlens as
     the extents. Padded: L = 8, starts [0, 8], extents [0, 8, 16], cu_seqlens [0, 5, 8].
     """
-    n, to = len(lengths), padding.sequence_to
-    up = -(-(lengths if n else np.array([2])) // to) * to
-    longest = int(up.max())
+    n, to = len(lengths), padding.sequence_to  # few: plain lists are faster than arrays
+    up = [-(-length // to) * to for length in lengths or [2]]
+    longest = max(up)
     if layout == "padded":
-        extents = np.arange(len(up) + 1) * longest
-        sums = np.zeros(len(up) + 1, np.int64)
-        (lengths if n else up).cumsum(out=sums[1:])
-        return Slots(extents[:n], (len(up), longest), int(extents[-1]), extents, sums, longest)
-    extents = np.zeros(len(up) + 2, np.int64)
-    up.cumsum(out=extents[1:-1])
-    done = int(extents[-2])
+        total = longest * len(up)
+        extents = np.arange(0, total + 1, longest)
+        ends = np.array([0, *accumulate(lengths or up)])
+        return Slots(extents[:n], (len(up), longest), total, extents, ends, longest)
+    edges = [0, *accumulate(up)]
+    done = edges[-1]
     total = -(-done // padding.total_to) * padding.total_to
-    extents[-1] = total
-    if done == total:  # else padding at the end is an extent of its own
-        extents = extents[:-1]
+    if done < total:
+        edges.append(total)  # padding at the end is an extent of its own
+    extents = np.array(edges)
     return Slots(extents[:n], (total,), total, extents, extents, max(longest, total - done))
 
 

@@ -111,6 +111,11 @@ class MediaPlan:
     units: list[int] = field(default_factory=lambda: [0])
     sums: list[int] = field(default_factory=list)
 
+    @property
+    def nbytes(self) -> int:
+        """To be read."""
+        return sum(size for _, _, size, *_ in self.table)
+
     def ranges(self) -> Ranges:
         table, units = np.array(self.table, np.int64).reshape(-1, 5), np.array(self.units)
         return Ranges(self.keys, self.outs, table, units, np.array(self.sums, np.uint64))

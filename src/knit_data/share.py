@@ -7,7 +7,7 @@ micro-batch begins, and the counts over all ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -85,13 +85,20 @@ class Share:
             out.append(tuple(new))
         return tuple(out)
 
-    def segments(self, rows: range) -> tuple[Array, Sequence[str]]:
-        """[n, 1] which of these rows' segments holds each, and the segments' keys."""
-        columns, mine = self.table.columns, slice(rows.start, rows.stop)
-        places = columns["segment"][mine] * (1 << 20) + columns["writer"][mine]  # no store has a million writers
-        used, which = np.unique(places, return_inverse=True)
-        cells = (divmod(place, 1 << 20) for place in used.tolist())
-        return which.reshape(-1, 1), [Catalogue.segment_key(self.names[w], s) for s, w in cells]
+    @cached_property
+    def _segments(self) -> tuple[list[int], list[str]]:
+        """Per row which segment holds it, and the segments' keys."""
+        columns, number = self.table.columns, dict[tuple[int, int], int]()
+        places = zip(columns["writer"].tolist(), columns["segment"].tolist(), strict=True)
+        which = [number.setdefault(place, len(number)) for place in places]
+        return which, [Catalogue.segment_key(self.names[w], s) for w, s in number]
+
+    def segments(self, rows: range) -> tuple[list[int], list[str]]:
+        """The same of these rows and the segments that hold them."""
+        which, keys = self._segments
+        mine = which[rows.start : rows.stop]
+        number = {segment: k for k, segment in enumerate(dict.fromkeys(mine))}
+        return [number[segment] for segment in mine], [keys[segment] for segment in number]
 
     def spans(self, rows: range) -> tuple[Array, Array]:
         """The spans [S, 4] of these rows, and how many each has."""
