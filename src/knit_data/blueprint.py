@@ -37,7 +37,7 @@ class Sheet(NamedTuple):
     keys: Sequence[str]
     table: Array  # as in Ranges, row by row and field by field
     sums: Array
-    shown_bytes: int  # of the rows' media, once for each trajectory that shows them
+    spans: Sequence[tuple[int, int, int, int, int]]  # see Share
 
     def ranges(self, host: Array) -> Ranges:
         return Ranges(self.keys, [host], self.table, np.arange(len(self.sums) + 1), self.sums)
@@ -65,10 +65,8 @@ class Blueprint:
         first, last = share.ptr[j], share.ptr[j + 1]
         n, rows = last - first, range(first, last)
         slots = lay_out(self._lengths[first:last], self._layout, self._padding)
-        media = shown_bytes = 0
-        if len(share.table.media):
-            spans, shown = share.spans(rows)
-            media, shown_bytes = int(spans[:, 2].sum()), _shown_bytes(spans, shown, share.media_bytes)
+        spans = share.spans(rows) if share.stand_ins else []
+        media = sum(length for *_, length, _ in spans)
         counts = {"slots": slots.total, "rows": n, "ends": len(slots.cu_seqlens), "media": media}
         at, nbytes = frame.place(counts)
         marks, table = self._marks[first:last], self._table[first:last]
@@ -96,10 +94,4 @@ class Blueprint:
         padded = np.array([n for f in frame.padded for n in (at[f.name], f.item_bytes)], np.int64)
         sums = self._sums[first:last].reshape(-1)
         table = table.reshape(-1, 5)
-        return Sheet(rows, slots, counts, at, nbytes, marks, spec, padded, keys, table, sums, shown_bytes)
-
-
-def _shown_bytes(spans: Array, counts: Array, sizes: Array) -> int:
-    """The bytes of the media of so many spans a row, each once a row."""
-    pairs = np.unique(np.repeat(np.arange(len(counts)), counts) * len(sizes) + spans[:, 0])
-    return int(sizes[pairs % len(sizes)].sum())
+        return Sheet(rows, slots, counts, at, nbytes, marks, spec, padded, keys, table, sums, spans)

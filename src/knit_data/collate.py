@@ -87,7 +87,7 @@ class Collator:
             taken, masked = self._read(share, j, frame, sheet, host)
         with span("knit/fill"):
             self._fill(share, frame, sheet, host, masked)
-            pieces, token_ids = pieces_of(share, sheet, masked) if share.stand_ins else ([], frozenset[int]())
+            pieces, token_ids = pieces_of(share, sheet, masked)
             where, filled = part(host, frame[SLOTS], at, sheet.counts["media"]), 0
             for _, _, n, slot in pieces:
                 where[filled : filled + n] = np.arange(slot, slot + n)
@@ -160,7 +160,7 @@ class Collator:
                 bad.add(row)
         taken = self._reader.take(share, j, plan, {u - n: e for u, e in outcome.errors.items() if u >= n})
         self._count(share, j, sheet, plan, [outcome, *self._reader.more()])
-        masked = sorted({*bad, *self._reader.corrupt_rows(share, sheet.rows)})
+        masked = sorted({*bad, *self._reader.corrupt_rows(share, sheet)})
         self.timing.masked += len(masked)
         return taken, masked
 
@@ -181,8 +181,9 @@ class Collator:
         timing.verify_s += sum(outcome.verify_s for outcome in outcomes)
         timing.bytes_read += sum(outcome.nbytes for outcome in outcomes)
         own = outcomes[0].nbytes - plan.nbytes
-        timing.bytes_logical += own + sheet.shown_bytes
-        timing.bytes_unique += own + (int(share.media_bytes[list(new)].sum()) if new else 0)
+        shown = {(row, u) for row, u, *_ in sheet.spans}  # a trajectory that shows an image twice has it once
+        timing.bytes_logical += own + sum(share.media_bytes[u] for _, u in shown)
+        timing.bytes_unique += own + sum(share.media_bytes[u] for u in new)
 
     # -- filling ----------------------------------------------------------------------------------------------------
 

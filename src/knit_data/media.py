@@ -7,6 +7,7 @@ once more for its backward. Recently used ones are kept by content, so that a la
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -107,18 +108,19 @@ class MediaPlan:
     made: list[Medium] = field(default_factory=list)  # one for each: its memory is there, its bytes are to come
     keys: list[str] = field(default_factory=list)
     outs: list[Array] = field(default_factory=list)
-    table: list[tuple[int, ...]] = field(default_factory=list)
-    units: list[int] = field(default_factory=lambda: [0])
+    table: list[tuple[int, int, int, int]] = field(default_factory=list)  # medium, first byte, how many, where they go
+    units: list[int] = field(default_factory=lambda: [0])  # where in it each medium begins, and the end
     sums: list[int] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         """To be read."""
-        return sum(size for _, _, size, *_ in self.table)
+        return sum(size for _, _, size, _ in self.table)
 
     def ranges(self) -> Ranges:
-        table, units = np.array(self.table, np.int64).reshape(-1, 5), np.array(self.units)
-        return Ranges(self.keys, self.outs, table, units, np.array(self.sums, np.uint64))
+        table = [(k, start, size, k, at) for k, start, size, at in self.table]
+        units, sums = np.array(self.units), np.array(self.sums, np.uint64)
+        return Ranges(self.keys, self.outs, np.array(table, np.int64).reshape(-1, 5), units, sums)
 
 
 class MediaReader:
@@ -160,14 +162,10 @@ class MediaReader:
         out, self._more = self._more, []
         return out
 
-    def corrupt_rows(self, share: Share, rows: range) -> list[int]:
-        """Which of these rows of a micro-batch, counted from 0, use a medium that was found corrupt in it or before."""
+    def corrupt_rows(self, share: Share, sheet: Sheet) -> list[int]:
+        """Which rows of a micro-batch, counted from 0, use a medium that was found corrupt in it or before."""
         bad = self._bad.get(share)
-        if not bad:
-            return []
-        spans, counts = share.spans(rows)
-        users = np.repeat(np.arange(len(rows)), counts)
-        return list(map(int, np.unique(users[np.isin(share.same[spans[:, 0]], list(bad))])))
+        return sorted({row for row, u, *_ in sheet.spans if share.same[u] in bad}) if bad else []
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -186,16 +184,15 @@ class MediaReader:
 
     def _add(self, plan: MediaPlan, share: Share, u: int, digest: str) -> None:
         media, cells, number = share.table.media, share.table.media.columns, len(plan.rows)
-        extents, end = media.ragged["extents"].row(u).tolist(), 0
-        for begin, size in extents:
-            plan.table.append((number, begin, size, number, end))
+        end, places = 0, list[int]()
+        for start, size in media.ragged["extents"].row(u).tolist():
+            plan.table.append((number, start, size, end))
+            places.append(end)
             end += -(-size // ALIGN) * ALIGN
         host, owner = self._lease(end)
         tensors = {}
-        for (name, code, shape), (*_, size, _, at) in zip(
-            _parts(media.ragged["parts"].row(u).tobytes()), plan.table[-len(extents) :], strict=True
-        ):
-            tensors[name] = owner[at : at + size].view(torch_dtype(code)).view(shape)
+        for at, (name, dtype, shape, items) in zip(places, _parts(media.ragged["parts"].row(u).tobytes()), strict=True):
+            tensors[name] = owner[at : at + items * dtype.itemsize].view(dtype).view(shape)
         kind, tokens, patches = media.ragged["kind"].text(u), int(cells["tokens"][u]), int(cells["patches"][u])
         plan.rows.append(u)
         plan.made.append(Medium(digest, tensors, tokens, patches, kind, capacity(end)))
@@ -246,19 +243,20 @@ def pieces_of(share: Share, sheet: Sheet, masked: Sequence[int]) -> tuple[Pieces
 
     A medium of 5 features with spans (3, 2) and (9, 3): pieces (u, 0, 2, 3) and (u, 2, 3, 9).
     """
-    (data, counts), out, ids, done = share.spans(sheet.rows), [], set[int](), 0
-    rows = np.repeat(np.arange(len(counts)), counts).tolist()
+    out, ids, done = Pieces(), set[int](), 0
+    if not sheet.spans:
+        return out, frozenset()
     starts, same, tokens = sheet.slots.starts.tolist(), share.same, share.table.media.columns["tokens"]
-    for row, (u, start, length, token) in zip(rows, data.tolist(), strict=True):
+    for row, u, start, length, token in sheet.spans:
         if row in masked:
             continue
-        out.append((int(same[u]), done, length, starts[row] + start))
+        out.append((same[u], done, length, starts[row] + start))
         done = (done + length) % int(tokens[u])  # a medium's spans follow each other, not always in token order
         ids.add(token)
     return sorted(out, key=itemgetter(3)), frozenset(ids)
 
 
 @lru_cache(maxsize=1024)
-def _parts(text: bytes) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of each tensor of a medium, as a media table tells them."""
-    return [(name, code, tuple(shape)) for name, code, shape in json.loads(text)]
+def _parts(text: bytes) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
+    """Name, dtype, shape and items of each tensor of a medium, as a media table tells them."""
+    return [(name, torch_dtype(code), tuple(shape), math.prod(shape)) for name, code, shape in json.loads(text)]

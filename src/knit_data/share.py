@@ -17,7 +17,7 @@ import numpy as np
 from knit_data.affinity import MediaUse
 from knit_data.exchange import END, SHARE, Exchange
 from knit_data.groups import REASONS
-from knit_data.infos import Array, InfoTable, MediaTable
+from knit_data.infos import InfoTable, MediaTable
 from knit_data.ledger import Entry
 from knit_data.planning import Layout, Padding, Plan, plan
 from knit_data.sampler import Admitted, QuotaSampler
@@ -64,20 +64,20 @@ class Share:
         return len(self.ptr) - 1
 
     @cached_property
-    def same(self) -> Array:
-        """[U] per row of ``table.media`` the first that has the same content: segments each hold their own copy."""
+    def same(self) -> list[int]:
+        """Per row of ``table.media`` the first that has the same content: segments each hold their own copy."""
         first = dict[bytes, int]()
         digests = self.table.media.columns["digest"].tobytes()
         cells = [digests[at : at + 32] for at in range(0, len(digests), 32)]
-        return np.array([first.setdefault(digest, u) for u, digest in enumerate(cells)], np.int64)
+        return [first.setdefault(digest, u) for u, digest in enumerate(cells)]
 
     @cached_property
     def new_media(self) -> tuple[tuple[int, ...], ...]:
         """Per micro-batch the media that this rank meets there first, one row of ``table.media`` each, in order."""
-        spans = self.table.ragged["spans"]
+        spans, same = self.table.ragged["spans"], self.same
         if not len(spans.data):
             return ((),) * self.count
-        used, ends = self.same[spans.data[:, 0]].tolist(), spans.ptr[np.asarray(self.ptr)].tolist()
+        used, ends = [same[u] for u in spans.data[:, 0].tolist()], spans.ptr[np.asarray(self.ptr)].tolist()
         out, met = [], set[int]()
         for begin, end in pairwise(ends):
             new = [u for u in dict.fromkeys(used[begin:end]) if u not in met]
@@ -100,10 +100,12 @@ class Share:
         number = {segment: k for k, segment in enumerate(dict.fromkeys(mine))}
         return [number[segment] for segment in mine], [keys[segment] for segment in number]
 
-    def spans(self, rows: range) -> tuple[Array, Array]:
-        """The spans [S, 4] of these rows, and how many each has."""
-        ptr = self.table.ragged["spans"].ptr[rows.start : rows.stop + 1]
-        return self.table.ragged["spans"].data[ptr[0] : ptr[-1]], ptr[1:] - ptr[:-1]
+    def spans(self, rows: range) -> list[tuple[int, int, int, int, int]]:
+        """Of these rows, counted from 0: row, medium, start, length, and the id that stands there."""
+        spans = self.table.ragged["spans"]
+        ptr = spans.ptr[rows.start : rows.stop + 1].tolist()
+        data = iter(spans.data[ptr[0] : ptr[-1]].tolist())
+        return [(row, *next(data)) for row, (a, b) in enumerate(pairwise(ptr)) for _ in range(a, b)]
 
     @cached_property
     def mask_kinds(self) -> frozenset[int]:
@@ -111,12 +113,11 @@ class Share:
         return frozenset(self.table.columns["mask_bytes"].tolist())
 
     @cached_property
-    def media_bytes(self) -> Array:
-        """[U] stored bytes per row of ``table.media``."""
+    def media_bytes(self) -> list[int]:
+        """Stored bytes per row of ``table.media``."""
         extents = self.table.media.ragged["extents"]
-        sums = np.concatenate([[0], np.cumsum(extents.data[:, 1])])
-        out: Array = sums[extents.ptr[1:]] - sums[extents.ptr[:-1]]
-        return out
+        sizes = extents.data[:, 1].tolist()
+        return [sum(sizes[a:b]) for a, b in pairwise(extents.ptr.tolist())]
 
     def to_bytes(self) -> bytes:
         note = {

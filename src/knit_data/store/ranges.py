@@ -36,13 +36,15 @@ class Ranges:
         tables, units, outs, done = [], [np.zeros(1, np.int64)], list[Array](), 0
         numbers = dict[str, int]()  # of objects, each once
         for part in parts:
-            which = np.array([numbers.setdefault(key, len(numbers)) for key in part.keys], np.int64)
-            table = part.table + np.array([0, 0, 0, len(outs), 0])
-            table[:, 0] = which[part.table[:, 0]]
+            which = [numbers.setdefault(key, len(numbers)) for key in part.keys]
+            table = part.table.copy()
+            table[:, 3] += len(outs)
+            if which != list(range(len(which))):
+                table[:, 0] = np.array(which)[table[:, 0]]
             tables.append(table)
             units.append(part.units[1:] + done)
             outs += part.outs
-            done += len(part.table)
+            done += len(table)
         sums = np.concatenate([part.sums for part in parts])
         return Ranges(list(numbers), outs, np.concatenate(tables), np.concatenate(units), sums)
 
