@@ -2,7 +2,7 @@
 
 Every field has its place in the arena, 64-byte aligned. One call reads all ranges straight to where they stay, in the
 arena or in a medium's own memory, and verifies them; another writes what stands beside them: positions, labels, masks
-and padding. Then one copy moves a micro-batch to its device. Nothing here loops over trajectories.
+and padding. Then one copy moves a micro-batch to its device. Nothing here loops over tokens.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def lay_out(lengths: Sequence[int], layout: Layout, padding: Padding) -> Slots:
     Packed, ``sequence_to=4, total_to=8``, lengths [5, 3]: extents [0, 8, 12, 16], starts [0, 8], T = 16, cu_seqlens as
     the extents. Padded: L = 8, starts [0, 8], extents [0, 8, 16], cu_seqlens [0, 5, 8].
     """
-    n, to = len(lengths), padding.sequence_to  # few: plain lists are faster than arrays
+    n, to = len(lengths), padding.sequence_to  # plain lists: of some dozens of rows they are faster than arrays
     up = [-(-length // to) * to for length in lengths or [2]]
     longest = max(up)
     if layout == "padded":
