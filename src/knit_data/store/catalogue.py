@@ -53,6 +53,7 @@ class Catalogue:
         self.backend: Backend = open_backend(self.url, fsync=fsync, **storage_options)
         self.id = self._identify()
         self._schema: Schema | None = None
+        self._claims: dict[int, dict[str, Any]] = {}  # as read: a claim never changes
 
     def _identify(self) -> str:
         made = {"format": _FORMAT, "id": uuid.uuid4().hex}
@@ -91,11 +92,10 @@ class Catalogue:
     def claim(self, writer: int) -> dict[str, Any] | None:
         """Who claimed this writer number: its name and first segment."""
         key = f"writers/{writer}.json"
-        data = self._json(key)
-        if data is not None:
+        if writer not in self._claims and (data := self._json(key)) is not None:
             with self.understood(key):
-                data = {"name": check_writer(data["name"]), "first": check_count(data["first"])}
-        return data
+                self._claims[writer] = {"name": check_writer(data["name"]), "first": check_count(data["first"])}
+        return self._claims.get(writer)
 
     def floor(self, writer: int) -> int:
         """The first segment of this writer that was not reclaimed; names below it are never used again.
