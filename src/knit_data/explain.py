@@ -60,10 +60,7 @@ def explain(admission: Admission[C], around: Around) -> str:
     if around.dropped:
         text += "; dropped " + ", ".join(f"{n} {reason}" for reason, n in sorted(around.dropped.items()))
     if around.kept:
-        text += (
-            f"; {around.kept} of these since the last mini-batch: where puts wait for room (max_bytes), commit the "
-            "state after every mini-batch, or reclaim='consumed', and their segments go while the trainer waits"
-        )
+        text += f", {around.kept} since the last mini-batch, which take room (max_bytes) until its state is committed"
     return f"{text}; decided by {seats.solver}."
 
 

@@ -307,7 +307,7 @@ def test_a_crash_anywhere_deletes_nothing_needed_and_the_next_one_leaves_nothing
 @pytest.mark.parametrize(("op", "key"), [("delete", "segments/*"), ("put", "registers/floor*"), ("get", "writers/*")])
 def test_where_the_storage_fails_training_goes_on_and_the_next_reclaim_mends_it(op: Any, key: str) -> None:
     store, clock = filled()
-    consumer = Consumer(store)
+    consumer = Consumer(again(store))  # which has read no claims
     store.backend.faults.append(Fault(op, key, after=1, times=2, error=Unreachable("down")))  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="consumed segments could not be deleted.*down.*tries again") as told:
         for _ in range(2):
