@@ -372,6 +372,6 @@ def test_where_others_take_that_room_the_claim_says_what_to_do() -> None:
 def test_the_room_is_kept_where_the_storage_fails_for_another_reason() -> None:
     store, _ = filled()
     store.backend.faults.append(Fault("put", KEY, error=Unreachable("down")))
-    with pytest.raises(Unreachable, match="^down$"):
+    with pytest.raises(Unreachable, match=r"^down$"):
         Consumer(store).claim()
     assert store.backend.get(RESERVE) is not None
