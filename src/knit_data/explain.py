@@ -22,6 +22,7 @@ class Around:
     dropped: Mapping[str, int] = field(default_factory=dict)  # in the whole run, by reason
     left_over: int = 0
     ended: bool = False
+    kept: int = 0  # of what was dropped, groups whose segments stay until a state is committed
     unpaced: bool = False  # seats should be kept for what is in flight, and nobody says what is
 
 
@@ -58,6 +59,8 @@ def explain(admission: Admission[C], around: Around) -> str:
         text += "; nothing says what is in flight, so that 'wait' keeps no seats: it needs a RolloutPacer"
     if around.dropped:
         text += "; dropped " + ", ".join(f"{n} {reason}" for reason, n in sorted(around.dropped.items()))
+    if around.kept:
+        text += f", {around.kept} since the last mini-batch, which take room (max_bytes) until its state is committed"
     return f"{text}; decided by {seats.solver}."
 
 

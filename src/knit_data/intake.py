@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -51,7 +52,8 @@ class Intake:
         self.judge = Judge(terms.policy)
         self.gone: dict[tuple[Combination, str], int] = {}  # groups dropped during the open train batch
         self.yields = Yields()
-        self._drops: list[Dropped] = []  # since the entry before
+        self._drops: list[Dropped] = []  # since the entry before, and not in the next one yet
+        self._begun = _Begun()
         self._ended: set[int] = set()  # keys of the groups among them
         self._accepted: list[int] = []  # keys of groups that keep accepted since then
 
@@ -163,6 +165,10 @@ class Intake:
         """What was dropped in this run, by reason, as ``Dropped.count`` counts."""
         return dict(Counter(self.ledger.dropped) + self._counted())
 
+    def unsettled(self) -> int:
+        """Dropped groups, and single trajectories, that no entry covers yet."""
+        return self._counted().total()
+
     def left_over(self) -> int:
         """Groups, complete or not, that have no fate yet."""
         return len(self.admission.waiting) + len(self.assembler.incomplete)
@@ -183,34 +189,49 @@ class Intake:
 
     # -- the ledger -------------------------------------------------------------------------------------------------
 
+    def spare(self, firsts: Mapping[int, int]) -> tuple[Ledger, Entry] | None:
+        """What the next entry will say of drops, if there are any, and the ledger that it goes into. Nothing is
+        settled: between two mini-batches it is a longer one every time."""
+        self._begin()
+        return (self.ledger, self._entry([], self.admission.progress, firsts)) if self._begun.runs else None
+
     def settle(self, admitted: Sequence[Group], before: Progress, firsts: Mapping[int, int]) -> Entry:
         """Write into the ledger what the admission committed at ``before``, and what was dropped since the last."""
-        admission, ledger = self.admission, self.ledger
+        self._begin(before)
+        entry = self._entry(admitted, before, firsts)
+        self._begun, self._ended, self._accepted = _Begun(), set(), []
+        self.ledger.apply(entry)
+        if entry.closes:
+            self.gone = {}
+        return entry
+
+    def _begin(self, before: Progress | None = None) -> None:
+        """Move what was dropped into the next entry."""
+        begun, drops, step = self._begun, self._drops, self.admission.sizes.index(before or self.admission.progress)
+        begun.runs += runs_of(d.table for d in drops)
+        begun.seen += [_seen(name_key(d.name), 0, d.table, step) for d in drops if d.name is not None]
+        begun.dropped, self._drops = self._counted(), []
+
+    def _entry(self, admitted: Sequence[Group], before: Progress, firsts: Mapping[int, int]) -> Entry:
+        admission, ledger, begun = self.admission, self.ledger, self._begun
         after, step = admission.progress, admission.sizes.index(before)
-        ends = [(group.key, group.mark, group.table) for group in admitted]
-        ends += [(name_key(d.name), 0, d.table) for d in self._drops if d.name is not None]
-        ended = {key for key, _, _ in ends}
-        closes = after.train_batch > before.train_batch or admission.over
-        entry = Entry(
+        seen = [*(_seen(group.key, group.mark, group.table, step) for group in admitted), *begun.seen]
+        ended = {key for key, *_ in seen}
+        return Entry(
             after,
             {c: n for c, n in admission.seats.counts.items() if n},
-            runs_of([*(g.table for g in admitted), *(d.table for d in self._drops)]),
-            [(key, mark, _remembered_as(table, step), *table[0].address[:2]) for key, mark, table in ends],
+            [*runs_of(g.table for g in admitted), *begun.runs],
+            seen,
             [runs_of([g.table]) for g in admitted] if admission.sizes.epochs > 1 else [],
-            closes=closes,
-            dropped=dict(self._counted()),
+            closes=after.train_batch > before.train_batch or admission.over,
+            dropped=dict(begun.dropped),
             forget_below=self._oldest(after),
             starts=[(w, at) for w, at in firsts.items() if at > ledger.cursors().get(w, 0)],
             accepted=[key for key in self._accepted if key not in ended],
         )
-        self._drops, self._ended, self._accepted = [], set(), []
-        ledger.apply(entry)
-        if closes:
-            self.gone = {}
-        return entry
 
     def _counted(self) -> Counter[str]:
-        counts: Counter[str] = Counter()
+        counts = Counter(self._begun.dropped)
         for drop in list(self._drops):
             counts[drop.reason] += drop.count
         return counts
@@ -219,6 +240,19 @@ class Intake:
         """The oldest version that can still be admitted; groups below it need no remembering."""
         rule, clock = self.admission.staleness, self.admission.sizes.clock
         return None if rule is None else progress.train_batch * clock.steps - rule.steps(clock)
+
+
+@dataclass
+class _Begun:
+    """What the next entry says of drops."""
+
+    runs: Runs = field(default_factory=list)
+    seen: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def _seen(key: int, mark: int, table: InfoTable, step: int) -> tuple[int, int, int, int, int]:
+    return key, mark, _remembered_as(table, step), *table[0].address[:2]
 
 
 def _remembered_as(table: InfoTable, step: int) -> int:

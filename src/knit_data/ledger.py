@@ -10,6 +10,7 @@ with an open item, and what of later segments is done.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,9 @@ class Entry:
         )
 
 
+Links = Sequence[tuple[str, Entry]]  # marks of states and what was dropped from each; every one leads to the next
+
+
 class Ledger:
     """The state of a run; ``apply`` entries in order."""
 
@@ -101,6 +105,7 @@ class Ledger:
         self.seen: dict[int, tuple[int, int, int, int]] = {}
         self.hashes: set[int] = set()  # groups remembered by name only
         self.accepted: set[int] = set()  # groups that ``keep`` accepted and that have no fate yet
+        self.links: Links = []  # of states that led here by drops alone, see drops
         self._next: dict[int, int] = {}
         self._done: dict[int, dict[int, Done]] = {}  # writer -> segment, from _next on -> what of it is done
 
@@ -119,6 +124,20 @@ class Ledger:
                 floors[writer] = min(floors.get(writer, 0), segment)
         return floors
 
+    def floors_after(self, entry: Entry) -> dict[int, int]:
+        """The floors that this entry would leave; nothing changes."""
+        then = Ledger(self.store_id, {}, self.remember_all)
+        then.opened, then._next = self.opened, dict(self._next)
+        for writer, segments in self._done.items():
+            then._done[writer] = {n: (rows, None if i is None else set(i)) for n, (rows, i) in segments.items()}
+        then.apply(entry)
+        return then.floors()
+
+    def mark(self) -> str:
+        """A name of what this state says of rows; quotas and other terms do not change it."""
+        said = {name: value for name, value in self.state().items() if name != "terms"}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+
     def open_rows(self, table: InfoTable) -> Array:
         """Rows of one segment's table that have no fate yet."""
         writer, segment, _ = table[0].address
@@ -133,6 +152,7 @@ class Ledger:
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def apply(self, entry: Entry) -> None:
+        self.links = []
         for writer, first in entry.starts:
             self._advance(writer, first)
         for run in entry.runs:

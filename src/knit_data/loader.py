@@ -26,7 +26,7 @@ from knit_data.prefetch import Prefetcher
 from knit_data.reclaim import Beside, Reclaiming
 from knit_data.sampler import QuotaSampler
 from knit_data.share import End, Follow, Lead
-from knit_data.stream import check_reachable
+from knit_data.stream import catch_up
 
 _SUMMED = (
     *("tokens", "padded_tokens", "micro_batches", "padding_micro_batches", "truncated"),
@@ -87,7 +87,7 @@ class TrajectoryLoader:
         self.on_corrupt = on_corrupt
         self._ledger = sampler.ledger_of()
         self._exchange = Exchange(mesh, dp, self._config())
-        self._reclaiming = Reclaiming(sampler.stream.store, self._exchange, self._ledger)
+        self._reclaiming = Reclaiming(sampler, self._exchange, self._ledger)
         self._state: dict[str, Any] | None = None
         self._running: Prefetcher | None = None
         self._closed, self._process = False, os.getpid()
@@ -165,7 +165,7 @@ class TrajectoryLoader:
         StateError, and changes nothing, if segments that it needs were reclaimed.
         """
         ledger = self.sampler.ledger_of(_given(state))
-        check_reachable(self.sampler.stream.store, ledger)
+        catch_up(self.sampler.stream.store, ledger)
         self._halt()
         self._exchange.restart()
         self._ledger, self._state = ledger, dict(state)

@@ -12,18 +12,22 @@ because names are dense and one number says what is gone.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Mapping
 
+from knit_data.drops import to_bytes
 from knit_data.errors import ConsumerConflict, RankError, StateError
 from knit_data.exchange import Exchange
 from knit_data.ledger import Ledger, Progress
 from knit_data.prefetch import Admit, Ticker
+from knit_data.sampler import QuotaSampler
 from knit_data.share import End, Share
 from knit_data.store.consumer import BEAT, Consumer
-from knit_data.store.store import TrajectoryStore
 
 Floors = Mapping[int, int]  # writer -> its first segment that is still needed
+_PAUSE = 0.5  # seconds that the trainer waits in vain before dropped groups go, and between two such times at least
+_SHARE = 10  # and so many times as long as it took
 
 
 class Reclaiming:
@@ -32,7 +36,9 @@ class Reclaiming:
     ``settled`` and ``commit`` only take note, from the training thread; ``work`` does the rest, from the loader's.
     """
 
-    def __init__(self, store: TrajectoryStore, exchange: Exchange, ledger: Ledger) -> None:
+    def __init__(self, sampler: QuotaSampler, exchange: Exchange, ledger: Ledger) -> None:
+        self._sampler, store = sampler, sampler.stream.store
+        self._clock = store.backend
         self._exchange, self._on, self._eager = exchange, store.reclaim != "never", store.reclaim == "consumed"
         self._leads = exchange.rank == 0
         self._consumer = Consumer(store)
@@ -42,7 +48,11 @@ class Reclaiming:
     def restart(self, ledger: Ledger) -> None:
         """Nothing is read, and the run stands there. What was noted before belongs to another timeline."""
         self._settled: deque[tuple[int, Floors]] = deque()  # here, and perhaps not yet on all ranks
-        self._commits: deque[Floors] = deque()
+        self._commits: deque[tuple[str, Floors | list[tuple[int, int]]]] = deque()
+        self._consumed = -1  # the newest mini-batch that all ranks have consumed
+        self._short: int | None = None  # the mini-batch that the trainer waits for
+        self._spare_at = math.inf
+        self._committed = ""  # the mark of the newest durable checkpoint
         self._safe: Floors = ledger.floors()
         self._durable: dict[int, int] = {}
         self._done: Floors = {}  # all below is gone
@@ -58,6 +68,11 @@ class Reclaiming:
         if self._on:
             self._settled.append((number, ledger.floors() if self._leads else {}))
 
+    def short(self, number: int) -> None:
+        """The trainer waits for mini-batch ``number``, and there is none."""
+        if self._short != number:
+            self._short, self._spare_at = number, self._clock.now() + _PAUSE
+
     def commit(self, ledger: Ledger, consumed: Progress) -> None:
         """A durable checkpoint stands there. Raises StateError if that is after what was ``consumed``."""
         if _order(ledger.progress) > _order(consumed):
@@ -66,7 +81,7 @@ class Reclaiming:
                 "commit what its state_dict() returned, or load the state first."
             )
         if self._on:
-            self._commits.append(ledger.floors())
+            self._commits.append((ledger.mark(), ledger.floors()))
 
     def work(self) -> None:
         """What there is to do. Raises ConsumerConflict on rank 0 if another trainer took over."""
@@ -79,7 +94,8 @@ class Reclaiming:
                 while self._settled:
                     self._exchange.settle(self._settled.popleft()[0])
                 while self._commits:
-                    self._exchange.send_floors(self._commits.popleft())
+                    mark, floors = self._commits.popleft()
+                    self._exchange.send_floors(mark, dict(floors))
 
     def close(self) -> None:
         """The last work, all of it; the next consumer need not wait."""
@@ -102,14 +118,39 @@ class Reclaiming:
         if self._commits:
             self._consumer.retry()  # the same state once more is a wish to try again
         while self._commits:
-            for writer, floor in self._commits.popleft().items():
-                self._durable[writer] = max(floor, self._durable.get(writer, 0))
+            self._committed, floors = self._commits.popleft()
+            self._raise_durable(dict(floors))
         while self._settled and self._exchange.all_settled(self._settled[0][0]):
-            _, self._safe = self._settled.popleft()
+            self._consumed, self._safe = self._settled.popleft()
+        if self._short == self._consumed + 1 and self._clock.now() >= self._spare_at:
+            self._spare()
         floors = self._floors()
         if floors != self._done and self._consumer.reclaim(floors):
             self._done = floors
         self._tick()
+
+    def _spare(self) -> None:
+        """The trainer has consumed what there was, and only groups that it drops may come: let their segments go.
+
+        Whoever loads the state that it stands at learns their fate from the store. With ``reclaim="commit"`` an older
+        one may be the one to go back to, and what was trained since keeps what lies behind it: then nothing is done.
+        """
+        began = self._clock.now()
+        if (found := self._sampler.spare()) is not None:
+            ledger, entry = found
+            floors, mark = ledger.floors_after(entry), ""
+            if any(floor > self._safe.get(writer, 0) for writer, floor in floors.items()):
+                mark = ledger.mark()
+            if mark and (self._eager or self._committed in (mark, *(m for m, _ in ledger.links))):
+                if self._consumer.record(to_bytes([*ledger.links, (mark, entry)])):
+                    self._safe = floors
+                    self._raise_durable(floors)
+        now = self._clock.now()
+        self._spare_at = now + max(_PAUSE, _SHARE * (now - began))
+
+    def _raise_durable(self, floors: Floors) -> None:
+        for writer, floor in floors.items():
+            self._durable[writer] = max(floor, self._durable.get(writer, 0))
 
     def _tick(self) -> None:
         if self._ticker is None and self._consumer.held:
@@ -128,6 +169,8 @@ class Beside:
 
     def __call__(self, i: int, timeout: float, needed: bool) -> Share | End | None:
         result = self._admit(i, timeout, needed)
+        if result is None and needed:
+            self._reclaiming.short(i)
         self._reclaiming.work()
         return result
 

@@ -30,7 +30,7 @@ from knit_data.policy import GroupPolicy
 from knit_data.quotas import Combination, Quotas
 from knit_data.seats import QuotaSeats
 from knit_data.staleness import Staleness
-from knit_data.stream import TrajectoryStream, check_reachable
+from knit_data.stream import TrajectoryStream, catch_up
 
 _SLICE = 0.05
 _QUIET = 0.2  # seconds between two demands that differ only in what has come
@@ -187,6 +187,10 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             check_progress(self.sizes, ledger.progress, sum(ledger.counts.values()), len(ledger.opened))
         return ledger
 
+    def spare(self) -> tuple[Ledger, Entry] | None:
+        """Where the run stands, and what was dropped since; None: nothing."""
+        return self._intake.spare(self.stream.firsts())
+
     def admit(self, timeout: float, needed: bool = True) -> Admitted | None:
         """One attempt: what is there is drained first, then up to ``timeout`` seconds are waited for more.
 
@@ -226,15 +230,14 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     def _start(self, ledger: Ledger) -> None:
         store = self.stream.store
-        check_reachable(store, ledger)
+        catch_up(store, ledger)
         terms = Terms(self.group_size, self.quotas.attributes, self._seats().knows, self.policy, self.staleness is None)
         self._admission: Admission[Group] = Admission(self.sizes, self.quotas, self.staleness, self.seed)
         self._intake = Intake(terms, ledger, self._admission, store, self.max_tokens)
         self._annotated: dict[int, InfoTable] = {}  # groups of the open train batch, for its later passes
         self._flights, self._shown = Flights(store), Flights(store)  # the latter for explain, from any thread
-        self._waiting_since, self._ended = None, False
         self._demanded: Outlook | None = None
-        self._pace, self._starving = Pace(), False
+        self._pace, self._starving, self._waiting_since, self._ended = Pace(), False, None, False
         self._ledger, self._failure = ledger, None
         self.stream.reset({"store": store.id, "writers": [[w, s, 0] for w, s in sorted(ledger.cursors().items())]})
         batch = [self._intake.reread(runs) for runs in ledger.opened]
@@ -342,8 +345,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         return Counter(c for x, c in found if rule and rule.last_chance(x.version, clock, train_batch=k))
 
     def _warn_unpaced(self) -> None:
-        seen = self._admission.progress.train_batch or self._intake.dropped().get("stale")
-        if seen and not self._warned:
+        if (self._admission.progress.train_batch or self._intake.dropped().get("stale")) and not self._warned:
             self._warned = True
             warnings.warn(
                 "Staleness(strategy='wait') needs a RolloutPacer to know what is in flight; without it nothing is "
@@ -367,6 +369,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             intake.left_over(),
             ended=self._ended,
             unpaced=waits and launched is None,
+            kept=intake.unsettled() if self.stream.store.reclaim == "commit" else 0,
         )
 
     # -- the rest ---------------------------------------------------------------------------------------------------

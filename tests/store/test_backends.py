@@ -645,3 +645,42 @@ def test_a_pipe_in_the_place_of_an_object_is_not_waited_for(tmp_path: Path) -> N
     error = read(backend, "k", 0, 1)
     assert isinstance(error, Unreachable) and "not a regular file" in str(error)
     backend.close()
+
+
+FULL = """
+import os, resource, sys
+from knit_data.store.backend import Read
+from knit_data.store.local import LocalBackend
+
+backend, folder = LocalBackend(sys.argv[1], fsync=sys.argv[2] == "synced"), sys.argv[1]
+keys = [f"seg/{i}" for i in range(40)]
+for key in keys:
+    backend.create(key, [key.encode()])
+backend.put("registers/a", b"1")
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60,) * 2)
+calls = {
+    "put": lambda: backend.put("registers/a", b"2"),
+    "get": lambda: backend.get("registers/a") == b"2",
+    "create": lambda: backend.create("new/b", [b"3"]),
+    "wait": lambda: backend.wait(["new/b", "new/c"], 0.0) == [True, False],
+}
+for name, call in calls.items():
+    for key in keys:
+        assert backend.read_into([Read(key, 0, memoryview(bytearray(len(key))))]) == [None]
+    kept = []
+    while True:
+        try:
+            kept.append(os.open(folder, os.O_RDONLY))
+        except OSError:
+            break
+    assert call() in (None, True), name
+    for fd in kept:
+        os.close(fd)
+print(backend.get("new/b"))
+"""
+
+
+@pytest.mark.parametrize("way", ["synced", "plain"])
+def test_files_that_are_only_kept_open_make_way_for_whatever_needs_a_descriptor(tmp_path: Path, way: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", FULL, str(tmp_path), way], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "b'3'\n"), ran.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from places import Watched, moments, timeless, watched
 
 import knit_data as kd
 from knit_data.errors import ConsumerConflict, CorruptData, Unreachable
+from knit_data.store.catalogue import RESERVE
 from knit_data.store.consumer import Consumer
 from knit_data.store.memory import Crash, Fault, ManualClock
 
@@ -305,7 +307,7 @@ def test_a_crash_anywhere_deletes_nothing_needed_and_the_next_one_leaves_nothing
 @pytest.mark.parametrize(("op", "key"), [("delete", "segments/*"), ("put", "registers/floor*"), ("get", "writers/*")])
 def test_where_the_storage_fails_training_goes_on_and_the_next_reclaim_mends_it(op: Any, key: str) -> None:
     store, clock = filled()
-    consumer = Consumer(store)
+    consumer = Consumer(again(store))  # which has read no claims
     store.backend.faults.append(Fault(op, key, after=1, times=2, error=Unreachable("down")))  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="consumed segments could not be deleted.*down.*tries again") as told:
         for _ in range(2):
@@ -326,3 +328,50 @@ def test_what_it_deleted_is_in_the_register() -> None:
     said = json.loads(store.backend.get(KEY) or b"")
     assert said["session"] is None
     assert said["deleted"] == {"0": 4, "1": 2}
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+class Full(Watched):
+    """A disk on which only what was reserved is free; as soon as it is, if another is ``quick`` it is full again."""
+
+    def __init__(self, store: kd.TrajectoryStore, *, quick: bool = False) -> None:
+        super().__init__(store.backend)
+        self.quick = quick
+        store.backend = self  # type: ignore[assignment]
+
+    def put(self, key: str, value: bytes) -> None:
+        if self.quick or self.inner.get(RESERVE) is not None:
+            raise Unreachable(f"could not put {key}") from OSError(errno.ENOSPC, "No space left on device")
+        self.inner.put(key, value)
+
+
+def test_a_consumer_frees_a_full_disk_from_the_room_that_the_store_keeps_for_it() -> None:
+    store, _ = filled()
+    reserved = store.backend.get(RESERVE)
+    assert reserved is not None and len(reserved) == 64 * 1024
+    disk = Full(store)
+    consumer = Consumer(store)
+    consumer.claim()
+    assert disk.inner.get(RESERVE) is None
+    assert consumer.reclaim({0: 4}) and left(store, 0) == [4, 5]
+    assert len(disk.inner.get(RESERVE)) == 64 * 1024  # for the next time
+    consumer.release()
+    assert store.consumer() == (None, {0: 4})
+
+
+def test_where_others_take_that_room_the_claim_says_what_to_do() -> None:
+    store, _ = filled()
+    Full(store, quick=True)
+    with pytest.raises(Unreachable, match=r"could not put registers/consumer.*needs \d+ bytes.*start it again"):
+        Consumer(store).claim()
+    assert left(store, 0) == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_room_is_kept_where_the_storage_fails_for_another_reason() -> None:
+    store, _ = filled()
+    store.backend.faults.append(Fault("put", KEY, error=Unreachable("down")))
+    with pytest.raises(Unreachable, match=r"^down$"):
+        Consumer(store).claim()
+    assert store.backend.get(RESERVE) is not None

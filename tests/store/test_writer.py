@@ -506,3 +506,13 @@ def test_a_put_that_was_interrupted_and_repeated_is_there_once(method: str, when
         assert writer._held == sum(size for _, size in writer._sizes) and len(writer._sizes) == 3
     store.seal()
     assert [info.group for info in kd.TrajectoryStream(store, follow=False)] == list("aabbcc")
+
+
+def test_a_store_reads_each_claim_once_however_many_writers_it_opens() -> None:
+    store, _ = timeless()
+    backend = watched(store)
+    writers = [store.writer(f"w{i}") for i in range(40)]
+    assert [w._number for w in writers] == list(range(40))
+    looks = [key for name, (key, *_) in backend.calls if name == "get" and str(key).startswith("writers/")]
+    assert len(looks) == 2 * 40  # before it is claimed, and after
+    assert store.writer("w7")._number == 7

@@ -7,18 +7,19 @@ segments/<name>/<n>.safetensors  numbered densely per writer; immutable; its app
 sealing.json                     no put counts any more unless seal counts it
 ends/<m>.json                    how many segments writer m has in all
 sealed.json  finished.json       no more data will come; no more data is needed
-registers/...                    policy_version, demand, floor.<m>, consumer, launchers, inflight.<i>: small, the last
-                                 write wins
+registers/...                    policy_version, demand, floor.<m>, consumer, drops, launchers, inflight.<i>, reserve:
+                                 small, the last write wins
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from knit_data.errors import CorruptData, KeyMissing, KnitError, ShortRead, StoreError
@@ -27,7 +28,8 @@ from knit_data.store.backend import Backend, Read
 from knit_data.store.head import HEAD_GUESS, decode_head, head_facts, head_size
 from knit_data.store.urls import open_backend
 
-CONSUMER = "registers/consumer"
+CONSUMER, DROPS, RESERVE = "registers/consumer", "registers/drops", "registers/reserve"
+_ROOM = 64 << 10  # bytes; a register takes a block or two, the one of drops 100 bytes a group
 _FORMAT = "knit_data.store.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -53,6 +55,7 @@ class Catalogue:
         self.backend: Backend = open_backend(self.url, fsync=fsync, **storage_options)
         self.id = self._identify()
         self._schema: Schema | None = None
+        self._claims: dict[int, dict[str, Any]] = {}  # as read: a claim never changes
 
     def _identify(self) -> str:
         made = {"format": _FORMAT, "id": uuid.uuid4().hex}
@@ -64,6 +67,7 @@ class Catalogue:
             # asked again: another may have made the store in between
             if any(self.exists(["schema.json", "writers/0.json"])) and missing():
                 raise CorruptData(f"{self.url}: format.json is missing, though there is a store; restore it.")
+            self.reserve()
             self.backend.create("format.json", [json.dumps(made).encode()])
         found = self._json("format.json") or {}
         if found.get("format") != _FORMAT or not isinstance(found.get("id"), str):
@@ -72,6 +76,11 @@ class Catalogue:
                 "it, or another folder."
             )
         return str(found["id"])
+
+    def reserve(self) -> None:
+        """Room for the registers of a consumer that finds the disk full: it must say who it is before it may delete."""
+        with suppress(StoreError):
+            self.backend.put(RESERVE, random.randbytes(_ROOM))  # zeros a file system may keep in no room at all
 
     @property
     def schema(self) -> Schema | None:
@@ -91,11 +100,10 @@ class Catalogue:
     def claim(self, writer: int) -> dict[str, Any] | None:
         """Who claimed this writer number: its name and first segment."""
         key = f"writers/{writer}.json"
-        data = self._json(key)
-        if data is not None:
+        if writer not in self._claims and (data := self._json(key)) is not None:
             with self.understood(key):
-                data = {"name": check_writer(data["name"]), "first": check_count(data["first"])}
-        return data
+                self._claims[writer] = {"name": check_writer(data["name"]), "first": check_count(data["first"])}
+        return self._claims.get(writer)
 
     def floor(self, writer: int) -> int:
         """The first segment of this writer that was not reclaimed; names below it are never used again.

@@ -11,6 +11,7 @@ a dying consumer set late, and too low, counts for nothing below what is deleted
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import threading
@@ -19,13 +20,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from knit_data.errors import ConsumerConflict, KeyMissing, StoreError
-from knit_data.store.catalogue import CONSUMER, Catalogue
+from knit_data.errors import ConsumerConflict, KeyMissing, StoreError, Unreachable
+from knit_data.store.catalogue import CONSUMER, DROPS, RESERVE, Catalogue
 
 BEAT = 0.5  # seconds between two signs of life, and between two tries of what failed
 _PATIENCE = 4.0  # seconds without one after which a consumer is taken for dead
 _SURE = 2.0  # seconds after one in which nothing is looked at again; half of them, as what follows takes a while
 _TURN = 0.25  # seconds after which the rest is left to the next call: the same thread reads
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _BATCH = 256  # keys of one delete
 
 
@@ -51,6 +53,7 @@ class Consumer:
         self.store, self._session = store, uuid.uuid4().hex[:16]
         self.held, self._over, self._warned = False, False, False
         self._lock = threading.RLock()  # threads that beat, reclaim, close; the last also as the garbage collector runs
+        self._reserved = True  # as far as is known
         self._lost: str | None = None  # why it may not go on
         self._beat, self._said, self._tried, self._rest = 0, -math.inf, -math.inf, -math.inf
         self._deleted: dict[int, int] = {}
@@ -119,20 +122,42 @@ class Consumer:
             if self._deleted != before:
                 with self._lock:
                     self._confirm()
+                if not self._reserved:
+                    self._reserved = True
+                    self.store.reserve()
         except ConsumerConflict:
             raise
         except StoreError as e:
-            self._rest = self.store.backend.now() + BEAT
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{self.store.url}: consumed segments could not be deleted ({e}); training goes on, and the next "
-                    "reclaim tries again.",
-                    UserWarning,
-                    stacklevel=2,
-                )
-            return False
+            return self._failed(e)
         return True
+
+    def record(self, drops: bytes) -> bool:
+        """Keep what ``drops`` says of segments that the next ``reclaim`` deletes. False: not now, as of ``reclaim``."""
+        if self.rests:
+            return False
+        try:
+            self.claim()
+            if not self.held:
+                return False
+            self._make_sure()
+            self._put(DROPS, drops)
+        except ConsumerConflict:
+            raise
+        except StoreError as e:
+            return self._failed(e)
+        return True
+
+    def _failed(self, e: StoreError) -> bool:
+        self._rest = self.store.backend.now() + BEAT
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.store.url}: consumed segments could not be deleted ({e}); training goes on, and the next "
+                "reclaim tries again.",
+                UserWarning,
+                stacklevel=3,
+            )
+        return False
 
     @property
     def rests(self) -> bool:
@@ -155,12 +180,30 @@ class Consumer:
                 pass  # taken over, or out of reach: a newcomer watches
             self.held = False
 
+    def _put(self, key: str, value: bytes) -> None:
+        """On a full disk in the room that was reserved for it: what is said here is what frees the disk."""
+        try:
+            self.store.backend.put(key, value)
+            return
+        except Unreachable as e:
+            if not isinstance(e.__cause__, OSError) or e.__cause__.errno not in _NO_ROOM:
+                raise
+        self._reserved = False
+        self.store.backend.delete([RESERVE])
+        try:
+            self.store.backend.put(key, value)
+        except Unreachable as e:
+            raise Unreachable(
+                f"{e} The trainer frees the disk, and to say so it needs {len(value):,} bytes there, which others took "
+                "before it. Remove anything else of some size, and start it again; rollout workers wait meanwhile."
+            ) from e
+
     def _raise(self, writer: int, w: _Written, floor: int) -> None:
         self._make_sure()
         name = f"floor.{writer}"
         there = self.store.register(name)
         if there < floor:
-            self.store.backend.put(f"registers/{name}", str(floor).encode())
+            self._put(f"registers/{name}", str(floor).encode())
         w.floor = max(floor, there)
 
     def _delete(self, writer: int, w: _Written) -> None:
@@ -219,5 +262,5 @@ class Consumer:
         self._beat += 1
         deleted = {str(writer): n for writer, n in dict(self._deleted).items()}  # copied: the other thread writes it
         data = {"session": None if closed else self._session, "beat": self._beat, "deleted": deleted}
-        self.store.backend.put(CONSUMER, json.dumps(data).encode())
+        self._put(CONSUMER, json.dumps(data).encode())
         self._said = began

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # ESTALE: deleted on another host while open here
-_FULL = (errno.EMFILE, errno.ENFILE)  # no more descriptors, in this process or on this host
+FULL = (errno.EMFILE, errno.ENFILE)  # no more descriptors, in this process or on this host
 _LOOKS = 16  # one in so many reads looks for files that were deleted
 
 
@@ -103,7 +103,7 @@ class OpenFiles:
         try:
             fd = open_fresh(path)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             self.close()  # those that nobody uses right now
             fd = open_fresh(path)

@@ -17,22 +17,24 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 from knit_data.errors import InvalidArgument, KeyMissing, KnitError, ShortRead, Unreachable
 from knit_data.infos import Array
 from knit_data.store.backend import Buffer, Interrupts, Read, check_key, flat
-from knit_data.store.files import GONE, OpenFiles, exists, folders_of, open_file, refresh
+from knit_data.store.files import FULL, GONE, OpenFiles, exists, folders_of, open_file, refresh
 
 _LIMIT = os.sysconf("SC_OPEN_MAX")  # of this process's descriptors; -1: none
 _AT_ONCE = min(256, _LIMIT // 4) if _LIMIT > 0 else 256  # files one read may hold; the rest it reads one by one
 _OPEN_FILES = 64  # kept open between reads; far below the usual limit of 1,024 a process
 _FIRST_POLL, _POLL_GROWTH, _LAST_POLL = 0.002, 1.5, 0.05  # seconds; at the slowest 64 writers cost 1 % of a core
 _IOV_MAX = max(os.sysconf("SC_IOV_MAX"), 16)  # -1: no limit known; POSIX promises 16
-
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _REMEDIES = {
     errno.ENOSPC: "free space, then repeat it",
@@ -68,16 +70,16 @@ class LocalBackend:
         path, views = self._path(key), flat(parts)
         folder = os.path.dirname(path)
         with _storage(f"create {path} ({sum(map(len, views)):,} bytes); nothing of it is visible"):
-            self._prepare(folder)
+            self._with_room(self._prepare, folder)
             made = not self._taken(path)
             if made:
                 linked = self._link_unnamed(path, views)
-                made = self._link_named(path, views) if linked is None else linked
+                made = self._with_room(self._link_named, path, views) if linked is None else linked
         if self._fsync:
             with _storage(f"sync {path}, which is visible; create it again"), suppress(FileNotFoundError):
                 if not made:  # perhaps made, and not yet synced, by a process that is gone; perhaps deleted since
-                    _sync(path)
-                _sync(folder)
+                    self._with_room(_sync, path)
+                self._with_room(_sync, folder)
         return made
 
     def read_into(self, reads: Sequence[Read]) -> list[KnitError | None]:
@@ -107,7 +109,7 @@ class LocalBackend:
         while True:
             with _storage(f"look for {len(paths)} keys in {self._root}"):
                 refresh(folders)
-                found = [exists(path) for path in paths]
+                found = [self._with_room(exists, path) for path in paths]
             left = deadline - self.now()
             if any(found) or left <= 0:
                 return found
@@ -126,15 +128,15 @@ class LocalBackend:
         path = self._path(key)
         with _storage(f"put {path} ({len(value):,} bytes); the old value stands"):
             self._taken(path)
-            self._prepare(os.path.dirname(path))
-            temporary = self._write_named(path, flat([value]))
+            self._with_room(self._prepare, os.path.dirname(path))
+            temporary = self._with_room(self._write_named, path, flat([value]))
             try:
                 os.replace(temporary, path)
             except BaseException:
                 os.unlink(temporary)
                 raise
             if self._fsync:
-                _sync(os.path.dirname(path))
+                self._with_room(_sync, os.path.dirname(path))
 
     def get(self, key: str) -> bytes | None:
         path, tries = self._path(key), 4
@@ -143,7 +145,7 @@ class LocalBackend:
                 refresh(folders_of(self._root, [path]))
                 tries -= 1
                 try:
-                    return _read_all(path)
+                    return self._with_room(_read_all, path)
                 except OSError as error:
                     if error.errno == errno.ESTALE and tries:
                         continue  # replaced on another host between open and read
@@ -166,6 +168,16 @@ class LocalBackend:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
+
+    def _with_room(self, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Does it; where no descriptor is left, once more without the files that were only kept open."""
+        try:
+            return do(*args, **kwargs)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+        self._files.close()
+        return do(*args, **kwargs)
 
     def _taken(self, path: str) -> bool:
         """Whether the name is in use, by an object; as a folder it is an error."""
