@@ -217,11 +217,12 @@ class InfoTable(Table):
     def take(self, rows: Array) -> InfoTable:
         """A copy of these rows, in this order; media that none of them uses are left out."""
         parts = self._take(np.asarray(rows, np.int64))
-        spans = parts["ragged"]["spans"]
-        used, inverse = np.unique(spans.data[:, 0], return_inverse=True)
-        if len(spans.data):
-            spans.data[:, 0] = inverse
-        return InfoTable(**parts, schema=self.schema, media=self.media.take(used))
+        media = self.media
+        if len(media):
+            spans = parts["ragged"]["spans"]
+            used, spans.data[:, 0] = np.unique(spans.data[:, 0], return_inverse=True)
+            media = media.take(used)
+        return InfoTable(**parts, schema=self.schema, media=media)
 
     def rows(self, first: int, last: int) -> InfoTable:
         """Rows ``first`` to ``last - 1`` as views; all media stay."""

@@ -190,7 +190,7 @@ class Intake:
         ends = [(group.key, group.mark, group.table) for group in admitted]
         ends += [(name_key(d.name), 0, d.table) for d in self._drops if d.name is not None]
         ended = {key for key, _, _ in ends}
-        closes = after.train_batch > before.train_batch or admission.over
+        closes, cursors = after.train_batch > before.train_batch or admission.over, ledger.cursors()
         entry = Entry(
             after,
             {c: n for c, n in admission.seats.counts.items() if n},
@@ -200,7 +200,7 @@ class Intake:
             closes=closes,
             dropped=dict(self._counted()),
             forget_below=self._oldest(after),
-            starts=[(w, at) for w, at in firsts.items() if at > ledger.cursors().get(w, 0)],
+            starts=[(w, at) for w, at in firsts.items() if at > cursors.get(w, 0)],
             accepted=[key for key in self._accepted if key not in ended],
         )
         self._drops, self._ended, self._accepted = [], set(), []
@@ -224,4 +224,4 @@ class Intake:
 def _remembered_as(table: InfoTable, step: int) -> int:
     """The version that a group which met its fate at this step is remembered by: for a staleness window from now on,
     so that members which come late are known, too, whose own version is out of bounds by then."""
-    return max(int(table.columns["policy_version"].max()), step)
+    return max(step, int(table.columns["policy_version"].max()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -101,7 +101,9 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._failure: Exception | None = None
         self._waiting_since: float | None = None
         self._tended = self._published = -math.inf
+        self._demanded: Outlook | None = None
         self._ended = self._warned = False
+        self.hand_over: Callable[[Outlook], None] | None = None  # the loader's: has a demand written beside
 
     # -- node contract ----------------------------------------------------------------------------------------------
 
@@ -222,6 +224,14 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         except Exception as e:
             self._failure = e
 
+    def write_demand(self, demand: Outlook) -> None:
+        """For launchers, from any thread. Where it cannot be, they go on with the last one, and the next is tried."""
+        try:
+            self.stream.store.publish_demand(demand)
+        except StoreError as e:
+            self._demanded = None
+            warnings.warn(f"the demand could not be written, launchers do not see it: {e}", UserWarning, stacklevel=2)
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _start(self, ledger: Ledger) -> None:
@@ -232,8 +242,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._intake = Intake(terms, ledger, self._admission, store, self.max_tokens)
         self._annotated: dict[int, InfoTable] = {}  # groups of the open train batch, for its later passes
         self._flights, self._shown = Flights(store), Flights(store)  # the latter for explain, from any thread
-        self._waiting_since, self._ended = None, False
-        self._demanded: Outlook | None = None
+        self._waiting_since, self._demanded, self._ended = None, None, False
         self._pace, self._starving = Pace(), False
         self._ledger, self._failure = ledger, None
         self.stream.reset({"store": store.id, "writers": [[w, s, 0] for w, s in sorted(ledger.cursors().items())]})
@@ -257,8 +266,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         chosen = admission.choose(self._held(), thorough=self.stream.ended)
         if chosen is not None:
             return self._commit(chosen)
-        changed, self._starving = needed != self._starving, needed
-        self._publish_demand(at_once=changed)
+        self._starving, before = needed, self._starving
+        self._publish_demand(at_once=needed != before)
         if self.stream.ended:
             if not admission.cut_short():
                 self._end()
@@ -285,8 +294,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         raise StopIteration
 
     def _take(self, timeout: float) -> bool:
-        tables = self.stream.poll(timeout)
-        self._intake.take(tables, self.stream.store.backend.now())
+        if tables := self.stream.poll(timeout):
+            self._intake.take(tables, self.stream.store.backend.now())
         return bool(tables)
 
     def _drain(self) -> None:
@@ -294,8 +303,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             pass
 
     def _commit(self, chosen: list[Group]) -> Admitted:
-        admission = self._admission
-        before = admission.progress
+        admission, before = self._admission, self._admission.progress
         tables = [self._annotate(group) for group in chosen]
         for group, table in zip(chosen, tables, strict=True):
             if table.value_names != tables[0].value_names:
@@ -379,13 +387,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._published = now
         demand = outlook_of(self._admission, self._pace, self._starving, self._intake.yields)
         if demand != self._demanded:
-            try:
-                self.stream.store.publish_demand(demand)
-                self._demanded = demand
-            except StoreError as e:  # launchers go on with the last one; the next is tried again
-                warnings.warn(
-                    f"the demand could not be written, launchers do not see it: {e}", UserWarning, stacklevel=2
-                )
+            self._demanded = demand
+            (self.hand_over or self.write_demand)(demand)
 
     def _seats(self) -> QuotaSeats:
         return QuotaSeats(self.quotas, self.sizes.train_batch, None, self.sizes.mini_batch)
