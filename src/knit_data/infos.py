@@ -186,6 +186,8 @@ class MediaTable(Table):
 
     @staticmethod
     def concat(tables: Sequence[MediaTable]) -> MediaTable:
+        if len(tables) == 1:
+            return tables[0]
         return MediaTable(**Table._concat(tables))
 
 
@@ -235,7 +237,7 @@ class InfoTable(Table):
         if len(tables) == 1:
             return tables[0]
         parts = Table._concat(tables)
-        media = MediaTable.concat([t.media for t in tables])
+        media = MediaTable.concat([t.media for t in tables if len(t.media)] or [tables[0].media])
         spans, base = [], 0
         for t in tables:
             data = t.ragged["spans"].data

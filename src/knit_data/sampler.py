@@ -306,7 +306,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         admission, before = self._admission, self._admission.progress
         tables = [self._annotate(group) for group in chosen]
         for group, table in zip(chosen, tables, strict=True):
-            if table.value_names != tables[0].value_names:
+            if table.columns.keys() != tables[0].columns.keys():
                 raise InvalidGroup(
                     f"annotate gave group {group.name!r} the values {table.value_names}, group {chosen[0].name!r} "
                     f"{tables[0].value_names}; it must return the same names for every group."
