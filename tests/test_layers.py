@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("stream", "truncate", "flights", "intake", "sampler"),
         *("exchange", "share", "arena", "device", "frame", "blueprint", "media", "batch", "collate", "prefetch"),
-        "reclaim",
+        *("reclaim", "background"),
     ),
     ("surroundings", "grad_sync", "features", "minibatch", "encoder", "loader", "pacing", "simulation"),
     ("integrations", "__main__"),

@@ -874,3 +874,26 @@ def test_a_demand_that_cannot_be_written_does_not_stop_training():
     store.backend.faults.append(Fault("put", "registers/demand", times=None, error=kd.Unreachable("read-only")))
     with loader(store, options={"prefetch": 0}) as run, pytest.warns(UserWarning, match="demand could not be written"):
         assert sum(len(micro.infos) for mini in run for micro in mini) > 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_no_mini_batch_waits_for_its_demand_and_the_last_one_is_written(prefetch, monkeypatch):
+    store = fill(kd.TrajectoryStore("memory://"), 24)
+    go, real = threading.Event(), store.publish_demand
+
+    def held(demand: Any) -> None:
+        assert go.wait(60)
+        real(demand)
+
+    monkeypatch.setattr(store, "publish_demand", held)
+    with loader(store, options={"prefetch": prefetch}) as run:
+        assert min(len(list(next(run))) for _ in range(3)) > 0
+        assert store.outlook() is None, "three are trained, and nothing was written yet"
+        go.set()
+        for mini in run:
+            list(mini)
+        assert store.demand().train_batch == 3, "the end of the loop comes after the last demand"
+    store = fill(kd.TrajectoryStore("memory://"), 24)
+    with loader(store, options={"prefetch": prefetch}) as run:
+        assert min(len(list(next(run))) for _ in range(4)) > 0
+    assert store.demand().train_batch == 1, "and so does close"

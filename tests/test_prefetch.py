@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from makers import fill, loader
 import knit_data as kd
 from knit_data import prefetch as module
 from knit_data.collate import Collator, Prepared
-from knit_data.prefetch import Ticker
 
 HANG = 120.0  # seconds; reached only by a test that fails
 
@@ -112,34 +110,3 @@ def test_control_c_without_a_thread_is_no_error_of_every_later_call(monkeypatch)
             with pytest.raises(KeyboardInterrupt):
                 run.running()._step()
         assert sum(len(micro.infos) for mini in run for micro in mini) > 0
-
-
-class Bell:
-    """Rings so many times."""
-
-    def __init__(self, times: int) -> None:
-        self.left, self.rung, self.ticker = times, threading.Event(), Ticker(self.ring, 0.001, "knit-bell")
-
-    def ring(self) -> bool:
-        self.left -= 1
-        self.rung.set()
-        return self.left > 0
-
-
-def test_a_ticker_ends_when_it_is_told_to_when_its_object_goes_and_on_stop() -> None:
-    def ringing() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name == "knit-bell"]
-
-    told = Bell(3)
-    for thread in ringing():
-        thread.join(60)
-    assert (told.left, ringing()) == (0, [])
-    stopped = Bell(1 << 30)
-    assert stopped.rung.wait(60)
-    stopped.ticker.stop()
-    assert not ringing()
-    gone = Bell(1 << 30)
-    (thread,) = ringing()
-    del gone
-    thread.join(60)
-    assert not thread.is_alive()

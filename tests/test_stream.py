@@ -335,3 +335,21 @@ def test_stop_ends_a_blocked_poll_and_later_ones_at_once(waiting: tuple[kd.Traje
         stream.stop()
     assert found == [[]]
     assert stream.poll(HANG * 5) == [] and not stream.ended
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 31, 32, 33, 70])
+def test_catching_up_takes_few_waits_and_each_segment_once(segments: int) -> None:
+    store, _ = timeless()
+    with store.writer("w") as writer:
+        for i in range(segments):
+            writer.put(trajectory(f"{i}"))
+    backend = watched(store)
+    stream = kd.TrajectoryStream(store, follow=True)
+    got: list[str] = []
+    while tables := stream.poll(0.0):
+        got += [table[0].id for table in tables]
+    assert got == [f"{i}" for i in range(segments)]
+    waits = sum(name == "wait" for name, _ in backend.calls)
+    assert waits <= 8 * (segments // 32 + 2), "twice as many are looked up each time, up to 32"
+    looks = [backend.looks(store.segment_key("w", n)) for n in range(2 * segments + 2)]
+    assert max(looks) <= 3 and sum(looks) <= 2 * segments + 8

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 import xxhash
@@ -61,7 +62,7 @@ class Sizes:
     def minis(self) -> int:
         return self.train_batch // self.mini_batch
 
-    @property
+    @cached_property
     def clock(self) -> Clock:
         return Clock(self.epochs * self.minis)
 
@@ -116,7 +117,8 @@ class Admission(Generic[C]):
     def __init__(self, sizes: Sizes, quotas: Quotas, staleness: Staleness | None, seed: int = 0) -> None:
         self.sizes, self.quotas, self.staleness, self.seed = sizes, quotas, staleness, seed
         self.progress = Progress()
-        self.seats = self._seats()
+        self._empty = self._seats()
+        self.seats = self._empty.copy()
         self.mix = self.seats.completion()  # a whole train batch by combination, free seats spread
         self.batch: list[C] = []  # of the open train batch, in admission order
         self.waiting: dict[int, C] = {}  # by key
@@ -264,7 +266,7 @@ class Admission(Generic[C]):
         if p.epoch == self.sizes.epochs:
             last = p.short is None
             p = Progress(p.train_batch + 1) if last else replace(p, epoch=self.sizes.epochs)
-            self.batch, self.seats, self._plan = [], self._seats(), dict(self.mix)
+            self.batch, self.seats, self._plan = [], self._empty.copy(), dict(self.mix)
         self.progress, self._hopeless, self._deficits = p, False, None
         return index, last
 

@@ -186,6 +186,8 @@ class MediaTable(Table):
 
     @staticmethod
     def concat(tables: Sequence[MediaTable]) -> MediaTable:
+        if len(tables) == 1:
+            return tables[0]
         return MediaTable(**Table._concat(tables))
 
 
@@ -217,11 +219,12 @@ class InfoTable(Table):
     def take(self, rows: Array) -> InfoTable:
         """A copy of these rows, in this order; media that none of them uses are left out."""
         parts = self._take(np.asarray(rows, np.int64))
-        spans = parts["ragged"]["spans"]
-        used, inverse = np.unique(spans.data[:, 0], return_inverse=True)
-        if len(spans.data):
-            spans.data[:, 0] = inverse
-        return InfoTable(**parts, schema=self.schema, media=self.media.take(used))
+        media = self.media
+        if len(media):
+            spans = parts["ragged"]["spans"]
+            used, spans.data[:, 0] = np.unique(spans.data[:, 0], return_inverse=True)
+            media = media.take(used)
+        return InfoTable(**parts, schema=self.schema, media=media)
 
     def rows(self, first: int, last: int) -> InfoTable:
         """Rows ``first`` to ``last - 1`` as views; all media stay."""
@@ -234,7 +237,7 @@ class InfoTable(Table):
         if len(tables) == 1:
             return tables[0]
         parts = Table._concat(tables)
-        media = MediaTable.concat([t.media for t in tables])
+        media = MediaTable.concat([t.media for t in tables if len(t.media)] or [tables[0].media])
         spans, base = [], 0
         for t in tables:
             data = t.ragged["spans"].data

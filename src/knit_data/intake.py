@@ -216,7 +216,7 @@ class Intake:
         admission, ledger, begun = self.admission, self.ledger, self._begun
         after, step = admission.progress, admission.sizes.index(before)
         seen = [*(_seen(group.key, group.mark, group.table, step) for group in admitted), *begun.seen]
-        ended = {key for key, *_ in seen}
+        ended, cursors = {key for key, *_ in seen}, ledger.cursors()
         return Entry(
             after,
             {c: n for c, n in admission.seats.counts.items() if n},
@@ -226,7 +226,7 @@ class Intake:
             closes=after.train_batch > before.train_batch or admission.over,
             dropped=dict(begun.dropped),
             forget_below=self._oldest(after),
-            starts=[(w, at) for w, at in firsts.items() if at > ledger.cursors().get(w, 0)],
+            starts=[(w, at) for w, at in firsts.items() if at > cursors.get(w, 0)],
             accepted=[key for key in self._accepted if key not in ended],
         )
 
@@ -258,4 +258,4 @@ def _seen(key: int, mark: int, table: InfoTable, step: int) -> tuple[int, int, i
 def _remembered_as(table: InfoTable, step: int) -> int:
     """The version that a group which met its fate at this step is remembered by: for a staleness window from now on,
     so that members which come late are known, too, whose own version is out of bounds by then."""
-    return max(int(table.columns["policy_version"].max()), step)
+    return max(step, int(table.columns["policy_version"].max()))

@@ -269,14 +269,17 @@ class Ledger:
 def runs_of(tables: Iterable[InfoTable]) -> Runs:
     """The rows' addresses, consecutive items as one run."""
     out: Runs = []
+    first, following = 0, (-1, -1, -1)
     for table in tables:
         columns = table.columns
         cells = zip(*(columns[c].tolist() for c in ("writer", "segment", "item", "segment_rows")), strict=True)
         for writer, segment, item, rows in cells:
-            if out and out[-1][:2] == (writer, segment) and out[-1][2] + out[-1][3] == item:
-                out[-1] = (*out[-1][:3], out[-1][3] + 1, rows)
+            if (writer, segment, item) == following:
+                out[-1] = writer, segment, first, item + 1 - first, rows
             else:
+                first = item
                 out.append((writer, segment, item, 1, rows))
+            following = writer, segment, item + 1
     return out
 
 

@@ -1,4 +1,4 @@
-"""The background thread: admits late, reads ahead. The only file with threads.
+"""The background thread: admits late, reads ahead.
 
 What it does next, in this order:
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -36,6 +35,7 @@ class Admit(Protocol):
 
     def __call__(self, i: int, timeout: float, needed: bool, /) -> Share | End | None: ...
     def tend(self) -> None: ...
+    def close(self) -> None: ...
 
 
 _SLICE = 0.05  # seconds one admission attempt may wait for data
@@ -162,6 +162,7 @@ class Prefetcher:
     def close(self) -> None:
         """Stops, and lets go of what was read."""
         self.stop()
+        self._admit.close()
         self._minis.clear()
         if self._thread is None or not self._thread.is_alive():  # else it hangs in a read, and still has the arenas
             self._collate.arenas.close()
@@ -333,30 +334,6 @@ class Prefetcher:
             return False
         exchange.late(i)
         return True
-
-
-class Ticker:
-    """Calls a method every so many seconds from a thread of its own: until it returns False, its object is gone, or
-    ``stop``, after which the thread has ended."""
-
-    def __init__(self, method: Callable[[], bool], seconds: float, name: str) -> None:
-        self._over = threading.Event()
-        work = (weakref.WeakMethod(method), self._over, seconds)
-        self._thread = threading.Thread(target=_tick, args=work, name=name, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._over.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=30.0)
-
-
-def _tick(method: weakref.WeakMethod[Callable[[], bool]], over: threading.Event, seconds: float) -> None:
-    while not over.wait(seconds):
-        call = method()
-        if call is None or not call():
-            return
-        del call  # while it waits it keeps nothing alive
 
 
 def _work_in_one_thread() -> None:

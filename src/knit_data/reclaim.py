@@ -16,11 +16,12 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
+from knit_data.background import Ticker
 from knit_data.drops import to_bytes
 from knit_data.errors import ConsumerConflict, RankError, StateError
 from knit_data.exchange import Exchange
 from knit_data.ledger import Ledger, Progress
-from knit_data.prefetch import Admit, Ticker
+from knit_data.prefetch import Admit
 from knit_data.sampler import QuotaSampler
 from knit_data.share import End, Share
 from knit_data.store.consumer import BEAT, Consumer
@@ -177,6 +178,9 @@ class Beside:
     def tend(self) -> None:
         self._admit.tend()
         self._reclaiming.work()
+
+    def close(self) -> None:
+        self._admit.close()
 
 
 def _order(p: Progress) -> tuple[int, int, int]:

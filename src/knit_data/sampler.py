@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -100,8 +100,9 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._ledger: Ledger | None = None
         self._failure: Exception | None = None
         self._waiting_since: float | None = None
-        self._tended = self._published = -math.inf
-        self._ended = self._warned = False
+        self._demanded: Outlook | None = None
+        self._tended, self._published, self._ended, self._warned = -math.inf, -math.inf, False, False
+        self.hand_over: Callable[[Outlook], None] | None = None  # the loader's: has a demand written beside
 
     # -- node contract ----------------------------------------------------------------------------------------------
 
@@ -226,6 +227,14 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         except Exception as e:
             self._failure = e
 
+    def write_demand(self, demand: Outlook) -> None:
+        """For launchers, from any thread. Where it cannot be, they go on with the last one, and the next is tried."""
+        try:
+            self.stream.store.publish_demand(demand)
+        except StoreError as e:
+            self._demanded = None
+            warnings.warn(f"the demand could not be written, launchers do not see it: {e}", UserWarning, stacklevel=2)
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _start(self, ledger: Ledger) -> None:
@@ -236,8 +245,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._intake = Intake(terms, ledger, self._admission, store, self.max_tokens)
         self._annotated: dict[int, InfoTable] = {}  # groups of the open train batch, for its later passes
         self._flights, self._shown = Flights(store), Flights(store)  # the latter for explain, from any thread
-        self._demanded: Outlook | None = None
-        self._pace, self._starving, self._waiting_since, self._ended = Pace(), False, None, False
+        self._pace, self._starving, self._demanded = Pace(), False, None
+        self._waiting_since, self._ended = None, False
         self._ledger, self._failure = ledger, None
         self.stream.reset({"store": store.id, "writers": [[w, s, 0] for w, s in sorted(ledger.cursors().items())]})
         batch = [self._intake.reread(runs) for runs in ledger.opened]
@@ -260,8 +269,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         chosen = admission.choose(self._held(), thorough=self.stream.ended)
         if chosen is not None:
             return self._commit(chosen)
-        changed, self._starving = needed != self._starving, needed
-        self._publish_demand(at_once=changed)
+        self._starving, before = needed, self._starving
+        self._publish_demand(at_once=needed != before)
         if self.stream.ended:
             if not admission.cut_short():
                 self._end()
@@ -288,8 +297,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         raise StopIteration
 
     def _take(self, timeout: float) -> bool:
-        tables = self.stream.poll(timeout)
-        self._intake.take(tables, self.stream.store.backend.now())
+        if tables := self.stream.poll(timeout):
+            self._intake.take(tables, self.stream.store.backend.now())
         return bool(tables)
 
     def _drain(self) -> None:
@@ -297,11 +306,9 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             pass
 
     def _commit(self, chosen: list[Group]) -> Admitted:
-        admission = self._admission
-        before = admission.progress
-        tables = [self._annotate(group) for group in chosen]
+        admission, before, tables = self._admission, self._admission.progress, list(map(self._annotate, chosen))
         for group, table in zip(chosen, tables, strict=True):
-            if table.value_names != tables[0].value_names:
+            if table.columns.keys() != tables[0].columns.keys():
                 raise InvalidGroup(
                     f"annotate gave group {group.name!r} the values {table.value_names}, group {chosen[0].name!r} "
                     f"{tables[0].value_names}; it must return the same names for every group."
@@ -372,8 +379,6 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             kept=intake.unsettled() if self.stream.store.reclaim == "commit" else 0,
         )
 
-    # -- the rest ---------------------------------------------------------------------------------------------------
-
     def _publish_demand(self, at_once: bool) -> None:
         """What has come changes often, and launchers can wait a little for it."""
         now = self.stream.store.backend.now()
@@ -382,13 +387,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
         self._published = now
         demand = outlook_of(self._admission, self._pace, self._starving, self._intake.yields)
         if demand != self._demanded:
-            try:
-                self.stream.store.publish_demand(demand)
-                self._demanded = demand
-            except StoreError as e:  # launchers go on with the last one; the next is tried again
-                warnings.warn(
-                    f"the demand could not be written, launchers do not see it: {e}", UserWarning, stacklevel=2
-                )
+            self._demanded = demand
+            (self.hand_over or self.write_demand)(demand)
 
     def _seats(self) -> QuotaSeats:
         return QuotaSeats(self.quotas, self.sizes.train_batch, None, self.sizes.mini_batch)

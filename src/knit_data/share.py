@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from knit_data.affinity import MediaUse
+from knit_data.background import Latest
 from knit_data.exchange import END, SHARE, Exchange
 from knit_data.groups import REASONS
 from knit_data.infos import InfoTable, MediaTable
@@ -25,6 +26,11 @@ from knit_data.staleness import statistics
 from knit_data.store.catalogue import Catalogue
 
 _STAND_INS = 4
+_NO_MEDIA = MediaUse(*(np.zeros(0, np.int64) for _ in range(3)))
+_NO_ENCODES = {
+    **dict.fromkeys(("encodes", "naive_encodes", "distinct_media", "ranks_per_medium"), 0.0),
+    "vision_imbalance": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,8 @@ class Lead:
         self.max_tokens, self.layout, self.padding = max_tokens, layout, padding
         self._names: dict[int, str] = {}
         self._token_ids = set[int]()  # of all media so far
+        self._demands = Latest(sampler.write_demand, "knit-demand")  # no mini-batch waits for launchers
+        sampler.hand_over = self._demands.give
 
     def __call__(self, i: int, timeout: float, needed: bool) -> Share | End | None:
         """Mini-batch i, or None if it cannot be admitted within ``timeout`` seconds. An error reaches all ranks."""
@@ -180,6 +188,7 @@ class Lead:
                 return None
             shares = self._shares(admitted)
         except StopIteration:
+            self._demands.close()
             end = End(self.sampler.left_over(), self.sampler.dropped(), self.exchange.was_late(i))
             self.exchange.publish(i, [END + json.dumps(asdict(end)).encode()])
             return end
@@ -192,6 +201,11 @@ class Lead:
     def tend(self) -> None:
         """Between admissions, so that launchers know what has come."""
         self.sampler.tend()
+
+    def close(self) -> None:
+        """The last demand is written."""
+        self._demands.close()
+        self.sampler.hand_over = None
 
     def _shares(self, admitted: Admitted) -> list[Share]:
         mini = admitted.mini
@@ -232,19 +246,18 @@ class Lead:
         stats = {**stats, **_counts(table, made), **_encodes(table, use, made), **_dropped(admitted.entry.dropped)}
         stats["waiting_groups"] = float(self.sampler.left_over())
         names, patches = self._names_of(table), _new_patches(use, made)
-        self._token_ids.update(np.unique(table.ragged["spans"].data[:, 3]).tolist())
+        self._token_ids.update(table.ragged["spans"].data[:, 3].tolist())
         token_ids = tuple(sorted(self._token_ids - {-1}))
         shares = []
         for rank in range(ranks):
             rows = [made.rows_of(rank, j) for j in range(made.count)]
-            ptr = np.cumsum([0, *map(len, rows)]).tolist()
             mine, stand_ins = _with_stand_ins(table.take(np.concatenate(rows)), table.media)
             shares.append(
                 Share(
                     numbers,
                     rank,
                     mine,
-                    tuple(ptr),
+                    tuple(accumulate(map(len, rows), initial=0)),
                     patches,
                     token_ids,
                     stand_ins,
@@ -257,10 +270,9 @@ class Lead:
         return shares
 
     def _names_of(self, table: InfoTable) -> dict[int, str]:
-        for writer in np.unique(table.columns["writer"]).tolist():
-            if writer not in self._names:
-                claim = self.sampler.stream.store.claim(writer)
-                self._names[writer] = claim["name"] if claim else str(writer)
+        for writer in set(table.columns["writer"].tolist()) - self._names.keys():
+            claim = self.sampler.stream.store.claim(writer)
+            self._names[writer] = claim["name"] if claim else str(writer)
         return dict(self._names)
 
 
@@ -272,6 +284,9 @@ class Follow:
 
     def tend(self) -> None:
         """Rank 0 does."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def __call__(self, i: int, _timeout: float, _needed: bool) -> Share | End | None:
         message = self.exchange.receive(i)
@@ -316,6 +331,8 @@ def _with_stand_ins(mine: InfoTable, media: MediaTable) -> tuple[InfoTable, tupl
 
 def media_use(table: InfoTable) -> MediaUse:
     """Which row uses which medium, span by span; media of equal digest are one, wherever they are stored."""
+    if not len(table.media):
+        return _NO_MEDIA
     first, number = table.media.distinct()
     spans = table.ragged["spans"]
     rows = np.repeat(np.arange(len(table)), spans.lengths)
@@ -327,6 +344,8 @@ def _encodes(table: InfoTable, use: MediaUse, made: Plan) -> dict[str, float]:
 
     A trajectory that shows an image twice counts twice there: its spans are together twice as long as the medium.
     """
+    if not use.rows.size:
+        return _NO_ENCODES
     rank = np.empty(len(table), np.int64)
     rank[made.rows] = np.repeat(np.arange(made.tokens.size) % made.ranks, np.diff(made.ptr))
     on = use.on(rank, made.ranks)
@@ -341,13 +360,15 @@ def _encodes(table: InfoTable, use: MediaUse, made: Plan) -> dict[str, float]:
         "encodes": float(encodes),
         "naive_encodes": float(np.ceil(shown / whole).sum()),
         "distinct_media": float(distinct),
-        "ranks_per_medium": encodes / distinct if distinct else 0.0,
+        "ranks_per_medium": encodes / distinct,
         "vision_imbalance": float(vision.max() * made.ranks / vision.sum()) if vision.sum() else 1.0,
     }
 
 
 def _new_patches(use: MediaUse, made: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Per micro-batch and rank, the cost of each medium that this rank has not met before, by first use."""
+    if not use.rows.size:
+        return (((),) * made.ranks,) * made.count
     place, bins = np.empty_like(made.rows), np.empty_like(made.rows)
     place[made.rows] = np.arange(made.rows.size)
     bins[made.rows] = np.repeat(np.arange(made.tokens.size), np.diff(made.ptr))

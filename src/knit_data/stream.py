@@ -217,10 +217,7 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
         """The next segments of these writers: the one that is there, and more while catching up."""
         wanted = []
         for writer, tail in ready:
-            ahead = _HEADS if tail.end is None else min(_HEADS, tail.end - tail.at)
-            there = [True, *self._which(tail, ahead)]
-            for n in range(there.index(False) if False in there else len(there)):
-                wanted.append((writer, tail.name, tail.at + n))
+            wanted += [(writer, tail.name, tail.at + n) for n in range(self._run(tail))]
         tables: list[InfoTable] = []
         for (writer, _, number), head in zip(wanted, self.store.heads(wanted), strict=True):
             tail = self._tails[writer]
@@ -234,15 +231,17 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
             tables.append(head[0])
         return tables
 
-    def _which(self, tail: _Tail, ahead: int) -> list[bool]:
-        """Which of the following segments exist, looked up one by one until one is missing."""
-        out: list[bool] = []
-        while len(out) + 1 < ahead:
-            (yes,) = self.store.exists([self.store.segment_key(tail.name, tail.at + 1 + len(out))])
-            out.append(yes)
-            if not yes:
-                break
-        return out
+    def _run(self, tail: _Tail) -> int:
+        """How many segments are there from the next one on, which is; twice as many are looked up each time: of five,
+        the second, then two more, then four."""
+        most = _HEADS if tail.end is None else min(_HEADS, tail.end - tail.at)
+        there, missing = 1, False
+        while there < most and not missing:
+            numbers = range(tail.at + there, tail.at + min(2 * there, most))
+            found = self.store.exists([self.store.segment_key(tail.name, n) for n in numbers])
+            missing = False in found
+            there += found.index(False) if missing else len(found)
+        return there
 
 
 def catch_up(store: TrajectoryStore, ledger: Ledger) -> None:
