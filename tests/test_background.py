@@ -19,7 +19,8 @@ class Bell:
     """Rings so many times."""
 
     def __init__(self, times: int) -> None:
-        self.left, self.rung, self.ticker = times, threading.Event(), Ticker(self.ring, 0.001, "knit-bell")
+        self.left, self.rung = times, threading.Event()
+        self.ticker = Ticker(self.ring, 0.001, "knit-bell")  # last: it may ring at once
 
     def ring(self) -> bool:
         self.left -= 1
