@@ -15,7 +15,7 @@ MAX_LINES = 400
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("trajectory", "placement", "pixels", "infos", "errors"),
     (
-        *("quotas", "seats", "staleness", "policy", "groups", "ledger", "drops", "admission"),
+        *("quotas", "seats", "staleness", "policy", "groups", "ledger", "admission"),
         *("explain", "demand", "launching", "affinity", "packing", "planning", "layout", "recent", "tracing", "ops"),
     ),
     ("store",),

@@ -612,7 +612,7 @@ def test_explain_through_a_run() -> None:
         "train batch 0, mini-batch 1 of 1 waits for 2 groups that fit, short of 1 code: code (exactly 1: 0 in, "
         "0 complete, 1 incomplete, 1 in flight, 1 dropped as filtered); math (exactly 1: 0 in, 1 complete, "
         "0 incomplete, 0 in flight); 0 free of 2 seats left; dropped 1 filtered, 1 since the last "
-        "mini-batch, which take room (max_bytes) until its state is committed; decided by counting."
+        "mini-batch, which take room (max_bytes) until a later one is committed; decided by counting."
     )
     writer.put_group(group("c0", 2, "code"))
     made.next()

@@ -6,8 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -41,32 +40,47 @@ class Latest(Generic[T]):
     """Calls a function with the newest of the values it is given, in a thread of its own.
 
     Given 1, 2 and 3 while it is called with 0: one more call, with 3. What it raises is raised by the next ``give``.
-    Once closed, or while the interpreter leaves, ``give`` calls it itself.
+    Once closed, or where no thread can be had, ``give`` calls it itself.
     """
 
     def __init__(self, call: Callable[[T], None], name: str) -> None:
-        self._call, self._pool = call, ThreadPoolExecutor(1, name)
-        self._newest: deque[T] = deque(maxlen=1)
-        self._error: Exception | None = None
+        self._call, self._name = call, name
+        self._newest, self._errors = deque[T](maxlen=1), deque[BaseException](maxlen=1)
+        self._turns = SimpleQueue[bool]()  # its put may be interrupted by a collected loader's close, which puts too
+        self._thread: threading.Thread | None = None
+        self._over = False
 
     def give(self, value: T) -> None:
-        error, self._error = self._error, None
+        if self._thread is None and not self._over:
+            work = (self._turns, self._newest, self._call, self._errors)
+            thread = threading.Thread(target=_work, args=work, name=self._name, daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError:
+                self._over = True
+        if self._over:
+            self._call(value)
+            return
         self._newest.append(value)
-        try:
-            self._pool.submit(self._work)
-        except RuntimeError:  # there are no threads any more
-            self._call(self._newest.pop())
-        if error is not None:
-            raise error
+        self._turns.put(True)
+        if self._errors:
+            raise self._errors.pop()
 
     def close(self) -> None:
-        """Returns when nothing given is left to do; idempotent, from any thread."""
-        with suppress(RuntimeError):  # its own thread may be the one that collects what held it
-            self._pool.shutdown()
+        """Returns when nothing given is left to do, after 30 s at most; idempotent, from any thread."""
+        self._over = True
+        self._turns.put(False)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=30.0)
 
-    def _work(self) -> None:
-        try:
-            while self._newest:
-                self._call(self._newest.pop())
-        except Exception as e:
-            self._error = e
+
+def _work(turns: SimpleQueue[bool], newest: deque[T], call: Callable[[T], None], errors: deque[BaseException]) -> None:
+    going = True
+    while going:
+        going = turns.get()
+        while newest:
+            try:
+                call(newest.pop())
+            except BaseException as e:
+                errors.append(e)

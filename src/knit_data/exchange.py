@@ -106,11 +106,11 @@ class Exchange:
         self._delete(key)
         return True
 
-    def floors(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """What the others sent: marks, and per writer its floor."""
+    def floors(self) -> Iterator[dict[int, int]]:
+        """What the others sent."""
         while self.world > 1 and self._check(key := f"commit/{self.generation}/{self._heard + 1}"):
             self._heard += 1
-            yield json.loads(self._get(key))
+            yield dict(json.loads(self._get(key)))
             self._delete(key)
 
     # -- the others -------------------------------------------------------------------------------------------------
@@ -175,10 +175,10 @@ class Exchange:
         """This rank has consumed mini-batch i."""
         self._add(f"settled/{self.generation}/{i}", 1)
 
-    def send_floors(self, mark: str, floors: Mapping[int, int]) -> None:
-        """To rank 0: the mark of a durable checkpoint, and what it does not need."""
+    def send_floors(self, floors: Mapping[int, int]) -> None:
+        """To rank 0: what a durable checkpoint does not need."""
         number = self._add(f"commits/{self.generation}", 1)
-        self._set(key := f"commit/{self.generation}/{number}", json.dumps([mark, list(floors.items())]).encode())
+        self._set(key := f"commit/{self.generation}/{number}", json.dumps(list(floors.items())).encode())
         self._check(key)  # the answer: it is there before this rank's goodbye, which goes by the other client
 
     # -- all --------------------------------------------------------------------------------------------------------

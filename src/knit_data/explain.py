@@ -60,7 +60,7 @@ def explain(admission: Admission[C], around: Around) -> str:
     if around.dropped:
         text += "; dropped " + ", ".join(f"{n} {reason}" for reason, n in sorted(around.dropped.items()))
     if around.kept:
-        text += f", {around.kept} since the last mini-batch, which take room (max_bytes) until its state is committed"
+        text += f", {around.kept} since the last mini-batch, which take room (max_bytes) until a later one is committed"
     return f"{text}; decided by {seats.solver}."
 
 

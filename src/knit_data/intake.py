@@ -189,11 +189,10 @@ class Intake:
 
     # -- the ledger -------------------------------------------------------------------------------------------------
 
-    def spare(self, firsts: Mapping[int, int]) -> tuple[Ledger, Entry] | None:
-        """What the next entry will say of drops, if there are any, and the ledger that it goes into. Nothing is
-        settled: between two mini-batches it is a longer one every time."""
+    def spare(self, firsts: Mapping[int, int]) -> dict[int, int]:
+        """The floors that the next entry leaves at least, by what was dropped so far; nothing is settled."""
         self._begin()
-        return (self.ledger, self._entry([], self.admission.progress, firsts)) if self._begun.runs else None
+        return self.ledger.floors_after(self._entry([], self.admission.progress, firsts))
 
     def settle(self, admitted: Sequence[Group], before: Progress, firsts: Mapping[int, int]) -> Entry:
         """Write into the ledger what the admission committed at ``before``, and what was dropped since the last."""

@@ -10,7 +10,6 @@ with an open item, and what of later segments is done.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,9 +89,6 @@ class Entry:
         )
 
 
-Links = Sequence[tuple[str, Entry]]  # marks of states and what was dropped from each; every one leads to the next
-
-
 class Ledger:
     """The state of a run; ``apply`` entries in order."""
 
@@ -105,7 +101,6 @@ class Ledger:
         self.seen: dict[int, tuple[int, int, int, int]] = {}
         self.hashes: set[int] = set()  # groups remembered by name only
         self.accepted: set[int] = set()  # groups that ``keep`` accepted and that have no fate yet
-        self.links: Links = []  # of states that led here by drops alone, see drops
         self._next: dict[int, int] = {}
         self._done: dict[int, dict[int, Done]] = {}  # writer -> segment, from _next on -> what of it is done
 
@@ -133,11 +128,6 @@ class Ledger:
         then.apply(entry)
         return then.floors()
 
-    def mark(self) -> str:
-        """A name of what this state says of rows; quotas and other terms do not change it."""
-        said = {name: value for name, value in self.state().items() if name != "terms"}
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
-
     def open_rows(self, table: InfoTable) -> Array:
         """Rows of one segment's table that have no fate yet."""
         writer, segment, _ = table[0].address
@@ -152,7 +142,6 @@ class Ledger:
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def apply(self, entry: Entry) -> None:
-        self.links = []
         for writer, first in entry.starts:
             self._advance(writer, first)
         for run in entry.runs:

@@ -26,7 +26,7 @@ from knit_data.prefetch import Prefetcher
 from knit_data.reclaim import Beside, Reclaiming
 from knit_data.sampler import QuotaSampler
 from knit_data.share import End, Follow, Lead
-from knit_data.stream import catch_up
+from knit_data.stream import check_reachable
 
 _SUMMED = (
     *("tokens", "padded_tokens", "micro_batches", "padding_micro_batches", "truncated"),
@@ -165,7 +165,7 @@ class TrajectoryLoader:
         StateError, and changes nothing, if segments that it needs were reclaimed.
         """
         ledger = self.sampler.ledger_of(_given(state))
-        catch_up(self.sampler.stream.store, ledger)
+        check_reachable(self.sampler.stream.store, ledger)
         self._halt()
         self._exchange.restart()
         self._ledger, self._state = ledger, dict(state)

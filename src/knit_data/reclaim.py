@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Mapping
 
 from knit_data.background import Ticker
-from knit_data.drops import to_bytes
 from knit_data.errors import ConsumerConflict, RankError, StateError
 from knit_data.exchange import Exchange
 from knit_data.ledger import Ledger, Progress
@@ -27,8 +26,7 @@ from knit_data.share import End, Share
 from knit_data.store.consumer import BEAT, Consumer
 
 Floors = Mapping[int, int]  # writer -> its first segment that is still needed
-_PAUSE = 0.5  # seconds that the trainer waits in vain before dropped groups go, and between two such times at least
-_SHARE = 10  # and so many times as long as it took
+_PAUSE = 0.5  # seconds that the trainer waits in vain before dropped groups go, and between two such times
 
 
 class Reclaiming:
@@ -49,11 +47,10 @@ class Reclaiming:
     def restart(self, ledger: Ledger) -> None:
         """Nothing is read, and the run stands there. What was noted before belongs to another timeline."""
         self._settled: deque[tuple[int, Floors]] = deque()  # here, and perhaps not yet on all ranks
-        self._commits: deque[tuple[str, Floors | list[tuple[int, int]]]] = deque()
+        self._commits: deque[Floors] = deque()
         self._consumed = -1  # the newest mini-batch that all ranks have consumed
         self._short: int | None = None  # the mini-batch that the trainer waits for
         self._spare_at = math.inf
-        self._committed = ""  # the mark of the newest durable checkpoint
         self._safe: Floors = ledger.floors()
         self._durable: dict[int, int] = {}
         self._done: Floors = {}  # all below is gone
@@ -69,8 +66,8 @@ class Reclaiming:
         if self._on:
             self._settled.append((number, ledger.floors() if self._leads else {}))
 
-    def short(self, number: int) -> None:
-        """The trainer waits for mini-batch ``number``, and there is none."""
+    def short(self, number: int | None) -> None:
+        """The trainer waits for mini-batch ``number``, and there is none; None: it does not wait."""
         if self._short != number:
             self._short, self._spare_at = number, self._clock.now() + _PAUSE
 
@@ -82,7 +79,7 @@ class Reclaiming:
                 "commit what its state_dict() returned, or load the state first."
             )
         if self._on:
-            self._commits.append((ledger.mark(), ledger.floors()))
+            self._commits.append(ledger.floors())
 
     def work(self) -> None:
         """What there is to do. Raises ConsumerConflict on rank 0 if another trainer took over."""
@@ -95,8 +92,7 @@ class Reclaiming:
                 while self._settled:
                     self._exchange.settle(self._settled.popleft()[0])
                 while self._commits:
-                    mark, floors = self._commits.popleft()
-                    self._exchange.send_floors(mark, dict(floors))
+                    self._exchange.send_floors(self._commits.popleft())
 
     def close(self) -> None:
         """The last work, all of it; the next consumer need not wait."""
@@ -119,39 +115,22 @@ class Reclaiming:
         if self._commits:
             self._consumer.retry()  # the same state once more is a wish to try again
         while self._commits:
-            self._committed, floors = self._commits.popleft()
-            self._raise_durable(dict(floors))
+            for writer, floor in self._commits.popleft().items():
+                self._durable[writer] = max(floor, self._durable.get(writer, 0))
         while self._settled and self._exchange.all_settled(self._settled[0][0]):
             self._consumed, self._safe = self._settled.popleft()
-        if self._short == self._consumed + 1 and self._clock.now() >= self._spare_at:
-            self._spare()
+        if self._only_drops:
+            self._safe, self._spare_at = self._sampler.spare(), self._clock.now() + _PAUSE
         floors = self._floors()
         if floors != self._done and self._consumer.reclaim(floors):
             self._done = floors
         self._tick()
 
-    def _spare(self) -> None:
-        """The trainer has consumed what there was, and only groups that it drops may come: let their segments go.
-
-        Whoever loads the state that it stands at learns their fate from the store. With ``reclaim="commit"`` an older
-        one may be the one to go back to, and what was trained since keeps what lies behind it: then nothing is done.
-        """
-        began = self._clock.now()
-        if (found := self._sampler.spare()) is not None:
-            ledger, entry = found
-            floors, mark = ledger.floors_after(entry), ""
-            if any(floor > self._safe.get(writer, 0) for writer, floor in floors.items()):
-                mark = ledger.mark()
-            if mark and (self._eager or self._committed in (mark, *(m for m, _ in ledger.links))):
-                if self._consumer.record(to_bytes([*ledger.links, (mark, entry)])):
-                    self._safe = floors
-                    self._raise_durable(floors)
-        now = self._clock.now()
-        self._spare_at = now + max(_PAUSE, _SHARE * (now - began))
-
-    def _raise_durable(self, floors: Floors) -> None:
-        for writer, floor in floors.items():
-            self._durable[writer] = max(floor, self._durable.get(writer, 0))
+    @property
+    def _only_drops(self) -> bool:
+        """The trainer has consumed all there was, and what comes may be groups that it drops: with "consumed" their
+        segments go before its next mini-batch comes, so that writers find room for better ones."""
+        return self._eager and self._short == self._consumed + 1 and self._clock.now() >= self._spare_at
 
     def _tick(self) -> None:
         if self._ticker is None and self._consumer.held:
@@ -170,8 +149,7 @@ class Beside:
 
     def __call__(self, i: int, timeout: float, needed: bool) -> Share | End | None:
         result = self._admit(i, timeout, needed)
-        if result is None and needed:
-            self._reclaiming.short(i)
+        self._reclaiming.short(i if result is None and needed else None)
         self._reclaiming.work()
         return result
 

@@ -30,7 +30,7 @@ from knit_data.policy import GroupPolicy
 from knit_data.quotas import Combination, Quotas
 from knit_data.seats import QuotaSeats
 from knit_data.staleness import Staleness
-from knit_data.stream import TrajectoryStream, catch_up
+from knit_data.stream import TrajectoryStream, check_reachable
 
 _SLICE = 0.05
 _QUIET = 0.2  # seconds between two demands that differ only in what has come
@@ -188,8 +188,8 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
             check_progress(self.sizes, ledger.progress, sum(ledger.counts.values()), len(ledger.opened))
         return ledger
 
-    def spare(self) -> tuple[Ledger, Entry] | None:
-        """Where the run stands, and what was dropped since; None: nothing."""
+    def spare(self) -> dict[int, int]:
+        """Per writer the first segment that is needed, where what was dropped since the last mini-batch is not."""
         return self._intake.spare(self.stream.firsts())
 
     def admit(self, timeout: float, needed: bool = True) -> Admitted | None:
@@ -239,7 +239,7 @@ class QuotaSampler(BaseNode[AdmittedMiniBatch]):
 
     def _start(self, ledger: Ledger) -> None:
         store = self.stream.store
-        catch_up(store, ledger)
+        check_reachable(store, ledger)
         terms = Terms(self.group_size, self.quotas.attributes, self._seats().knows, self.policy, self.staleness is None)
         self._admission: Admission[Group] = Admission(self.sizes, self.quotas, self.staleness, self.seed)
         self._intake = Intake(terms, ledger, self._admission, store, self.max_tokens)

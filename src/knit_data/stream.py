@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from knit_data import drops
 from knit_data.errors import InvalidArgument, KeyMissing, StateError
 from knit_data.infos import Array, InfoTable, TrajectoryInfo
 from knit_data.ledger import Ledger, Runs
-from knit_data.store.catalogue import DROPS
 from knit_data.store.store import TrajectoryStore
 
 _SLICE = 0.05  # seconds a wait may last before a stop is noticed
@@ -244,12 +242,9 @@ class TrajectoryStream(BaseNode[TrajectoryInfo]):
         return there
 
 
-def catch_up(store: TrajectoryStore, ledger: Ledger) -> None:
-    """Give a ledger that was loaded the fates that the run met after its state, and raise StateError if a segment that
-    it must read all the same was reclaimed. A state that has consumed nothing starts at what there is."""
-    if ledger.floors():
-        with store.understood(DROPS):
-            drops.catch_up(ledger, drops.links_of(store.backend.get(DROPS)))
+def check_reachable(store: TrajectoryStore, ledger: Ledger) -> None:
+    """Raise StateError if a segment that a run from there must read was reclaimed. A state that has consumed nothing
+    starts at what there is."""
     needed, writer = ledger.floors(), 0
     while needed and (claim := store.claim(writer)) is not None:
         floor, first = store.floor(writer), needed.get(writer, 0)

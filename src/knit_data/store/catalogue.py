@@ -7,19 +7,18 @@ segments/<name>/<n>.safetensors  numbered densely per writer; immutable; its app
 sealing.json                     no put counts any more unless seal counts it
 ends/<m>.json                    how many segments writer m has in all
 sealed.json  finished.json       no more data will come; no more data is needed
-registers/...                    policy_version, demand, floor.<m>, consumer, drops, launchers, inflight.<i>, reserve:
-                                 small, the last write wins
+registers/...                    policy_version, demand, floor.<m>, consumer, launchers, inflight.<i>, reserve: small,
+                                 the last write wins
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from knit_data.errors import CorruptData, KeyMissing, KnitError, ShortRead, StoreError
@@ -28,8 +27,8 @@ from knit_data.store.backend import Backend, Read
 from knit_data.store.head import HEAD_GUESS, decode_head, head_facts, head_size
 from knit_data.store.urls import open_backend
 
-CONSUMER, DROPS, RESERVE = "registers/consumer", "registers/drops", "registers/reserve"
-_ROOM = 64 << 10  # bytes; a register takes a block or two, the one of drops 100 bytes a group
+CONSUMER, RESERVE = "registers/consumer", "registers/reserve"
+_ROOM = 64 << 10  # bytes; a register takes a block or two
 _FORMAT = "knit_data.store.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -77,10 +76,15 @@ class Catalogue:
             )
         return str(found["id"])
 
-    def reserve(self) -> None:
-        """Room for the registers of a consumer that finds the disk full: it must say who it is before it may delete."""
-        with suppress(StoreError):
-            self.backend.put(RESERVE, random.randbytes(_ROOM))  # zeros a file system may keep in no room at all
+    def reserve(self) -> bool:
+        """Room for the registers of a consumer that finds the disk full: it must say who it is before it may delete.
+        False: there is none."""
+        try:
+            if not any(self.exists([RESERVE])):
+                self.backend.put(RESERVE, os.urandom(_ROOM))  # zeros a file system may keep in no room at all
+        except StoreError:
+            return False
+        return True
 
     @property
     def schema(self) -> Schema | None:

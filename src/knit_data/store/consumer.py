@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from knit_data.errors import ConsumerConflict, KeyMissing, StoreError, Unreachable
-from knit_data.store.catalogue import CONSUMER, DROPS, RESERVE, Catalogue
+from knit_data.store.catalogue import CONSUMER, RESERVE, Catalogue
 
 BEAT = 0.5  # seconds between two signs of life, and between two tries of what failed
 _PATIENCE = 4.0  # seconds without one after which a consumer is taken for dead
@@ -53,7 +53,7 @@ class Consumer:
         self.store, self._session = store, uuid.uuid4().hex[:16]
         self.held, self._over, self._warned = False, False, False
         self._lock = threading.RLock()  # threads that beat, reclaim, close; the last also as the garbage collector runs
-        self._reserved = True  # as far as is known
+        self._reserved = True  # there is room that was not used, as far as is known
         self._lost: str | None = None  # why it may not go on
         self._beat, self._said, self._tried, self._rest = 0, -math.inf, -math.inf, -math.inf
         self._deleted: dict[int, int] = {}
@@ -70,7 +70,7 @@ class Consumer:
                 self._deleted = self._watch(self.store.backend.get(CONSUMER))
             self._writers = {}
             self._speak()
-            self.held = True
+            self.held, self._reserved = True, self._reserved and self.store.reserve()
 
     def beat(self) -> None:
         """Call it often, from any thread: says every 0.5 s that this consumer lives. Raises ConsumerConflict if another
@@ -122,42 +122,21 @@ class Consumer:
             if self._deleted != before:
                 with self._lock:
                     self._confirm()
-                if not self._reserved:
-                    self._reserved = True
-                    self.store.reserve()
+                self._reserved = self._reserved or self.store.reserve()
         except ConsumerConflict:
             raise
         except StoreError as e:
-            return self._failed(e)
-        return True
-
-    def record(self, drops: bytes) -> bool:
-        """Keep what ``drops`` says of segments that the next ``reclaim`` deletes. False: not now, as of ``reclaim``."""
-        if self.rests:
+            self._rest = self.store.backend.now() + BEAT
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{self.store.url}: consumed segments could not be deleted ({e}); training goes on, and the next "
+                    "reclaim tries again.",
+                    UserWarning,
+                    stacklevel=2,
+                )
             return False
-        try:
-            self.claim()
-            if not self.held:
-                return False
-            self._make_sure()
-            self._put(DROPS, drops)
-        except ConsumerConflict:
-            raise
-        except StoreError as e:
-            return self._failed(e)
         return True
-
-    def _failed(self, e: StoreError) -> bool:
-        self._rest = self.store.backend.now() + BEAT
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.store.url}: consumed segments could not be deleted ({e}); training goes on, and the next "
-                "reclaim tries again.",
-                UserWarning,
-                stacklevel=3,
-            )
-        return False
 
     @property
     def rests(self) -> bool:

@@ -283,8 +283,8 @@ class StoreWriter:
                     f"group {first.group!r} needs {size} more; it was not written, put it again. The trainer makes "
                     "room: after each loader.commit(state), or with reclaim='consumed' as it trains. Is it alive? "
                     "Else raise max_bytes above what comes between two commits, or commit more often. Groups that it "
-                    "drops take room too: they go while it waits for better ones, but with reclaim='commit' only from "
-                    "a committed state, and not those behind a group of this writer that waits for its mini-batch."
+                    "drops take room too: with reclaim='consumed' they go while it waits for better ones, but for "
+                    "those behind a group that waits for its mini-batch; with 'commit' only with a later mini-batch."
                 )
             self.store.exists(["finished.json", "sealing.json"], min(left, 0.5))
             self._refuse_if_closed()
