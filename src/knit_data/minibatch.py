@@ -105,7 +105,23 @@ class MiniBatch:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Flat, for any tracker; the same keys always. Seconds and bytes are this rank's, and grow while it is read."""
+        """Flat, for any tracker; the same keys always. Of all ranks, but for seconds and bytes: these are this rank's
+        own, and grow while it is read.
+
+        * ``wait_s`` = ``admit_wait_s`` (for its admission) + ``read_wait_s``: what the trainer waited. ``read_s``,
+          ``verify_s``, ``copy_s``: spent on it, mostly beside computation.
+        * ``bytes_logical``: had every trajectory its own media. ``bytes_unique``: each medium once per rank.
+          ``bytes_read``: from the store, without what was still in memory.
+        * ``tokens``, ``padded_tokens``, ``truncated`` trajectories, ``micro_batches`` of each rank,
+          ``padding_micro_batches``: those without a trajectory. ``imbalance``: tokens of the slowest rank over the
+          mean, summed over micro-batches; 1.0 is perfect. ``masked``: trajectories whose bytes were corrupt.
+        * ``encodes`` of media beside ``naive_encodes`` (one for each trajectory that shows one), ``distinct_media``,
+          ``ranks_per_medium`` (mean), ``vision_imbalance``: as ``imbalance``, in patches.
+        * ``waiting_groups``: left when it was admitted, complete or not. ``dropped/<reason>``: since the one before.
+        * ``staleness/``: ``mean``, ``p99``, ``max`` in train batches, ``token_mean`` by each trajectory's mean version;
+          ``steps_mean``, ``steps_p99`` in optimizer steps, never below 0; ``signed_steps_mean`` may be;
+          ``gap_mean``: optimizer steps between its own and the versions it was generated with.
+        """
         live = self._touch()
         stats = dict.fromkeys(_COSTS, 0.0) if live is None else {**live.share.stats, **_costs(live, self.waits)}
         for key in STATS:
