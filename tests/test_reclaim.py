@@ -900,4 +900,5 @@ def test_what_was_just_admitted_does_not_count_as_dropped() -> None:
         with job.open().writer("w1") as other:
             for name in ("g0002", "g0003"):
                 other.put_group(group(name, 2, lengths=[8, 8]))
+        job.clock.advance(1.0)
         assert step(run) == ["g0002", "g0003"]  # admitted after a long wait, and its segments are there to be read
