@@ -157,8 +157,8 @@ class SharedEncoder:
         if not pieces:
             return tuple(level.to(device) for level in empty)
         if not training:
-            return tuple(gather(level, pieces) for level in range(len(empty)))
-        return tuple(gather_with_gradient(level, pieces, visit, device) for level in range(len(empty)))
+            return gather(pieces)
+        return gather_with_gradient(pieces, visit, device)
 
     def _visit(self, key: object, training: bool, device: torch.device) -> Visit:
         """Features belong to one pass, since weights, mode and autocast may change between two; unless frozen."""

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from knit_data.errors import InvalidArgument
 from knit_data.ops.segment import gather_segments
-from knit_data.ops.segments import bits_of, must_be_right, numbers_of, on_gpu, run, wrong_cu_seqlens, wrong_data
+from knit_data.ops.segments import (
+    bits_of,
+    must_be_right,
+    numbers_of,
+    on_gpu,
+    recorded,
+    run,
+    wrong_cu_seqlens,
+    wrong_data,
+)
 
 _DEVICE = "CompositeExplicitAutograd"
 
@@ -37,7 +46,9 @@ def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, tota
     if isinstance(rows, Tensor):
         if cu_seqlens is None:
             raise InvalidArgument("pack: rows in one tensor need cu_seqlens, which says how long each of them is.")
-        out: Tensor = torch.ops.knit.pack.default(rows, cu_seqlens, _last(cu_seqlens) if total is None else total)
+        total = _last(cu_seqlens) if total is None else total
+        kernel = torch.ops.knit.pack.default if recorded([rows]) else _pack
+        out: Tensor = kernel(rows, cu_seqlens, total)
         return out
     lengths = [len(row) for row in rows]
     if cu_seqlens is None:
@@ -67,7 +78,8 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, length: int | None = None, pad: f
     """
     if length is None:
         length = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
-    out: Tensor = torch.ops.knit.unpack.default(packed, cu_seqlens, length, pad)
+    kernel = torch.ops.knit.unpack.default if recorded([packed]) else _unpack
+    out: Tensor = kernel(packed, cu_seqlens, length, pad)
     return out
 
 

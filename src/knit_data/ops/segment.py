@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops.segments import SUMS, must_be_right, numbers_of, on_gpu, run, wrong_data, wrong_levels, wrong_segments
+from knit_data.ops.segments import (
+    SUMS,
+    must_be_right,
+    numbers_of,
+    on_gpu,
+    recorded,
+    run,
+    wrong_data,
+    wrong_levels,
+    wrong_segments,
+)
 
 _DEVICE = "CompositeExplicitAutograd"
 Tensors: TypeAlias = Sequence[Tensor]
@@ -41,13 +51,16 @@ def gather_segments(sources: Tensor | Tensors | Sequence[Tensors], segments: Ten
         InvalidArgument: before anything is moved.
     """
     flat, levels = _flat(sources)
-    outs: list[Tensor] = torch.ops.knit.gather_segments.default(flat, segments, total, levels or 1)
+    kernel = torch.ops.knit.gather_segments.default if recorded(flat) else _gather
+    outs: list[Tensor] = kernel(flat, segments, total, levels or 1)
     return tuple(outs) if levels else outs[0]
 
 
 def scatter_segments(base: Tensor, sources: Tensor | Tensors, segments: Tensor) -> Tensor:
     """A copy of ``base`` ``[T, *]`` with segments of the sources in their places; see ``gather_segments``."""
-    out: Tensor = torch.ops.knit.scatter_segments.default(base, _flat(sources)[0], segments)
+    flat, _ = _flat(sources)
+    kernel = torch.ops.knit.scatter_segments.default if recorded([base, *flat]) else _scatter
+    out: Tensor = kernel(base, flat, segments)
     return out
 
 
@@ -55,7 +68,8 @@ def scatter_segments_(base: Tensor, sources: Tensor | Tensors, segments: Tensor)
     """Writes the segments into ``base`` and returns it. Not differentiable: see ``scatter_segments``."""
     flat = _flat(sources)[0]
     _no_gradient("scatter_segments_", [base, *flat], "scatter_segments")
-    torch.ops.knit.scatter_segments_.default(base, flat, segments)
+    kernel = torch.ops.knit.scatter_segments_.default if recorded([base, *flat]) else _scatter_
+    kernel(base, flat, segments)
     return base
 
 
@@ -72,7 +86,8 @@ def accumulate_segments(grads: Tensor | Tensors, segments: Tensor, rows: Sequenc
         A list of tensors, one a source; or a tuple of such, one a level. float64 for float64, else float32.
     """
     levels = [grads] if isinstance(grads, Tensor) else list(grads)
-    flat = torch.ops.knit.accumulate_segments.default(levels, segments, list(rows))
+    kernel = torch.ops.knit.accumulate_segments.default if recorded(levels) else _accumulate
+    flat = kernel(levels, segments, list(rows))
     each = [flat[k * len(rows) : (k + 1) * len(rows)] for k in range(len(levels))]
     return each[0] if isinstance(grads, Tensor) else tuple(each)
 
@@ -85,7 +100,8 @@ def accumulate_segments_(
     flat, _ = _flat(buffers)
     levels = [grads] if isinstance(grads, Tensor) else list(grads)
     _no_gradient("accumulate_segments_", [*flat, *levels], "accumulate_segments")
-    torch.ops.knit.accumulate_segments_.default(flat, levels, segments)
+    kernel = torch.ops.knit.accumulate_segments_.default if recorded([*flat, *levels]) else _accumulate_
+    kernel(flat, levels, segments)
 
 
 def _flat(sources: Tensor | Tensors | Sequence[Tensors]) -> tuple[list[Tensor], int]:

@@ -155,6 +155,14 @@ def on_gpu(name: str, wrong: Callable[..., str | None], reference: Callable[...,
     torch.library.impl(f"knit::{name}", "CUDA", kernel)
 
 
+def recorded(tensors: Sequence[Tensor]) -> bool:
+    """Whether an operator on these has to go through torch's dispatcher: there is a gradient to record, or a graph, or
+    a tensor that is more than one. Else its kernel can be called itself, which saves most of a tiny call's time."""
+    if torch.compiler.is_compiling() or any(type(tensor) is not Tensor for tensor in tensors):
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def run(op: str, work: Callable[[], T], refusal: Callable[[], str | None]) -> T:
     """Does ``work``; where a kernel refuses, in the words of ``refusal``, which are the same on every back end."""
     try:

@@ -1,8 +1,8 @@
 """The ops on a GPU: Triton kernels over a table of tiles, which the host makes from the segments.
 
-A tile is a few KB that lie together at both ends, so one kernel moves every dtype and shape, and one launch all segments
-of all sources and levels: no search, no program without work, and nothing waits for the device. A sum's tile has its
-occurrences beside it, in the order in which they are added: no atomics, and the same bits on every run.
+A tile is a few KB that lie together at both ends, so one kernel moves every dtype and shape, and one launch all
+segments of all sources and levels: no search, no program without work, and nothing waits for the device. A sum's tile
+has its occurrences beside it, in the order in which they are added: no atomics, and the same bits on every run.
 
     two segments of 30,000 and 10,000 bytes      tiles of 16,384, 13,616 and 10,000
 """
