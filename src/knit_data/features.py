@@ -26,7 +26,8 @@ class Call:
     """One run of an encoder over a few media; without gradients if it only kept step with other ranks."""
 
     media: Sequence[Medium]
-    out: Levels  # detached where the graph is not kept
+    rows: Levels  # contiguous, detached
+    graph: Levels  # as they came, where the graph is kept
     surroundings: Surroundings
     weights: Weights
     training: tuple[bool, ...]
@@ -34,10 +35,10 @@ class Call:
 
     def buffer(self, level: int) -> Tensor:
         """What this level's gradients are added up in."""
-        out, buffer = self.out[level], self.grads[level]
+        rows, buffer = self.rows[level], self.grads[level]
         if buffer is None:
-            kind = torch.float64 if out.dtype == torch.float64 else torch.float32
-            buffer = self.grads[level] = torch.zeros(out.shape, dtype=kind, device=out.device)
+            kind = torch.float64 if rows.dtype == torch.float64 else torch.float32
+            buffer = self.grads[level] = torch.zeros(rows.shape, dtype=kind, device=rows.device)
         return buffer
 
     def gradient(self, level: int, like: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class Gathering:
 
     def run(self) -> Levels:
         """``[total, d]`` of each level, in one launch for those of one dtype."""
-        of = [source.out if isinstance(source, Call) else source.levels for source in self.sources]
+        of = [source.rows if isinstance(source, Call) else source.levels for source in self.sources]
         out: list[Tensor | None] = [None] * len(of[0])
         for levels in _alike(of[0]):
             found = ops.gather_segments([[one[level] for one in of] for level in levels], self.segments, self.total)
