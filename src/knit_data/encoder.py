@@ -157,8 +157,8 @@ class SharedEncoder:
         if not pieces:
             return tuple(level.to(device) for level in empty)
         if not training:
-            return tuple(gather(level, pieces) for level in range(len(empty)))
-        return tuple(gather_with_gradient(level, pieces, visit, device) for level in range(len(empty)))
+            return gather(pieces)
+        return gather_with_gradient(pieces, visit, device)
 
     def _visit(self, key: object, training: bool, device: torch.device) -> Visit:
         """Features belong to one pass, since weights, mode and autocast may change between two; unless frozen."""
@@ -230,19 +230,19 @@ class SharedEncoder:
                 stack.enter_context(self._tower.watch())
             out = self._checked(self._encode(inputs_of(media, device)), media)
         self._tower.warn(surroundings)
-        if not keep:
-            out = tuple(level.detach() for level in out)
-        self._levels = tuple(level.detach()[:0] for level in out)
+        rows = tuple(level.detach().contiguous() for level in out)
+        self._levels = tuple(level[:0] for level in rows)
         call = None
         if training:
-            call = Call(media, out, surroundings, self._tower.weights(), self._tower.training(), [None] * len(out))
+            graph, weights, modes = out if keep else (), self._tower.weights(), self._tower.training()
+            call = Call(media, rows, graph, surroundings, weights, modes, [None] * len(rows))
             self._calls.append(call)
         if self.mode == "frozen":
             self._kept_for = State.now(self._tower, device)
         if visit is None:
             return
-        rows, first = [level.detach().split([m.tokens for m in media]) for level in out], 0
-        for m, levels in zip(media, zip(*rows, strict=True), strict=True):
+        first, counts = 0, [m.tokens for m in media]
+        for m, levels in zip(media, zip(*(level.split(counts) for level in rows), strict=True), strict=True):
             features = Features(levels, call, first)
             if self._alone:
                 features = features.copy()
@@ -316,7 +316,7 @@ class SharedEncoder:
         self._owed = False
 
     def _backward_of(self, call: Call) -> None:
-        out = call.out
+        out = call.graph
         with torch.inference_mode(False), torch.enable_grad():
             if self.mode == "recompute":
                 with call.surroundings.again():

@@ -6,13 +6,14 @@ which the micro-batches' backwards run: reproducible, and independent of how a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from knit_data import ops
 from knit_data.errors import UsageError
 from knit_data.media import Medium
 from knit_data.surroundings import Surroundings, Weights
@@ -25,18 +26,20 @@ class Call:
     """One run of an encoder over a few media; without gradients if it only kept step with other ranks."""
 
     media: Sequence[Medium]
-    out: Levels  # detached where the graph is not kept
+    rows: Levels  # contiguous, detached
+    graph: Levels  # as they came, where the graph is kept
     surroundings: Surroundings
     weights: Weights
     training: tuple[bool, ...]
     grads: list[Tensor | None]  # per level, float32 (float64 if the features are); None: no row was used
 
-    def add(self, level: int, first: int, grad: Tensor) -> None:
-        out, buffer = self.out[level], self.grads[level]
+    def buffer(self, level: int) -> Tensor:
+        """What this level's gradients are added up in."""
+        rows, buffer = self.rows[level], self.grads[level]
         if buffer is None:
-            kind = torch.float64 if out.dtype == torch.float64 else torch.float32
-            buffer = self.grads[level] = torch.zeros(out.shape, dtype=kind, device=out.device)
-        buffer[first : first + len(grad)] += grad
+            kind = torch.float64 if rows.dtype == torch.float64 else torch.float32
+            buffer = self.grads[level] = torch.zeros(rows.shape, dtype=kind, device=rows.device)
+        return buffer
 
     def gradient(self, level: int, like: Tensor) -> Tensor:
         buffer = self.grads[level]
@@ -72,33 +75,79 @@ class Visit:
 Piece: TypeAlias = tuple[Features, int, int]  # which, its first row, how many
 
 
-def gather(level: int, pieces: Sequence[Piece]) -> Tensor:
-    """The pieces end to end, ``[n, d]``."""
-    return torch.cat([f.levels[level][first : first + n] for f, first, n in pieces])
+@dataclass(frozen=True, eq=False)
+class Gathering:
+    """Pieces end to end: where their rows lie in outputs of calls, or in features kept from earlier."""
+
+    sources: Sequence[Call | Features]
+    segments: Tensor  # as the ops take them
+    total: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> Gathering:
+        sources, rows, total = dict[int, Call | Features](), [], 0
+        numbers = dict[int, int]()
+        for features, first, n in pieces:
+            source = features.call or features
+            number = numbers.setdefault(id(source), len(numbers))
+            sources[number] = source
+            rows.append((number, first + (features.first if features.call else 0), n, total))
+            total += n
+        return cls(list(sources.values()), torch.tensor(rows, dtype=torch.int64).view(-1, 4), total)
+
+    def run(self) -> Levels:
+        """``[total, d]`` of each level, in one launch for those of one dtype."""
+        of = [source.rows if isinstance(source, Call) else source.levels for source in self.sources]
+        out: list[Tensor | None] = [None] * len(of[0])
+        for levels in _alike(of[0]):
+            found = ops.gather_segments([[one[level] for one in of] for level in levels], self.segments, self.total)
+            for level, tensor in zip(levels, found, strict=True):
+                out[level] = tensor
+        return tuple(tensor for tensor in out if tensor is not None)
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Each row's gradient to its call, levels that have any."""
+        there = {level: grad for level, grad in enumerate(grads) if grad is not None}
+        calls = [source for source in self.sources if isinstance(source, Call)]
+        for levels in _alike(there):
+            buffers = [[call.buffer(level) for call in calls] for level in levels]
+            ops.accumulate_segments_(buffers, [there[level] for level in levels], self.segments)
 
 
-def gather_with_gradient(level: int, pieces: Sequence[Piece], visit: Visit, device: torch.device) -> Tensor:
+def _alike(levels: Sequence[Tensor] | Mapping[int, Tensor]) -> list[list[int]]:
+    """Levels of one dtype together."""
+    out: dict[torch.dtype, list[int]] = {}
+    for level, tensor in levels.items() if isinstance(levels, Mapping) else enumerate(levels):
+        out.setdefault(tensor.dtype, []).append(level)
+    return list(out.values())
+
+
+def gather(pieces: Sequence[Piece]) -> Levels:
+    """The pieces end to end, ``[n, d]`` of each level."""
+    return Gathering.of(pieces).run()
+
+
+def gather_with_gradient(pieces: Sequence[Piece], visit: Visit, device: torch.device) -> Levels:
     """The same, with a backward that adds each row's gradient to its call."""
     anchor = torch.zeros((), device=device, requires_grad=True)  # the features themselves need no gradient
-    out: Tensor = _Gather.apply(anchor, level, pieces, visit)
+    out: Levels = _Gather.apply(anchor, Gathering.of(pieces), visit)
     return out
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, level: int, pieces: Sequence[Piece], visit: Visit) -> Tensor:
-        ctx.level, ctx.pieces, ctx.visit = level, pieces, visit
-        return gather(level, pieces)
+    def forward(ctx: Any, _anchor: Tensor, gathering: Gathering, visit: Visit) -> Levels:
+        ctx.gathering, ctx.visit = gathering, visit
+        ctx.set_materialize_grads(False)  # a level that the model does not use costs nothing
+        return gathering.run()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         if ctx.visit.over:
             raise UsageError(
                 "a loss.backward() ran after encoder.backward() or abandon(): its gradient would not reach the "
                 "encoder. Call encoder.backward() once, after the last micro-batch's."
             )
-        for (features, first, _), part in zip(ctx.pieces, grad.split([n for *_, n in ctx.pieces]), strict=True):
-            if features.call is not None:
-                features.call.add(ctx.level, features.first + first, part)
-        return None, None, None, None
+        ctx.gathering.add(grads)
+        return None, None, None

@@ -1,0 +1,196 @@
+"""Rows to end-to-end tokens and back.
+
+    rows       [[a b c .]      cu_seqlens [0 3 3 5], total 6
+                [. . . .]      packed     [a b c d e 0]
+                [d e . .]]
+
+``unpack`` is the way back, with a pad value where there are no tokens. Each is the gradient of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knit_data.errors import InvalidArgument
+from knit_data.ops.segment import gather_segments
+from knit_data.ops.segments import (
+    bits_of,
+    must_be_right,
+    numbers_of,
+    on_gpu,
+    recorded,
+    run,
+    wrong_cu_seqlens,
+    wrong_data,
+)
+
+_DEVICE = "CompositeExplicitAutograd"
+
+
+def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, total: int | None = None) -> Tensor:
+    """The tokens of all rows end to end, ``[total, *]``; zeros behind the last.
+
+    Args:
+        rows: ``[B, L, *]``, right-padded; or B tensors ``[n, *]`` of one dtype and device.
+        cu_seqlens: ``[B + 1]`` int32 or int64 on the CPU, from 0: row i has ``cu_seqlens[i + 1] - cu_seqlens[i]``
+            tokens, at most L. May be left out with a sequence of rows, which are taken whole.
+        total: at least ``cu_seqlens[-1]``, which is the default. Give it under ``torch.compile``.
+
+    Raises:
+        InvalidArgument: before anything is moved.
+    """
+    if isinstance(rows, Tensor):
+        if cu_seqlens is None:
+            raise InvalidArgument("pack: rows in one tensor need cu_seqlens, which says how long each of them is.")
+        total = _last(cu_seqlens) if total is None else total
+        kernel = torch.ops.knit.pack.default if recorded([rows]) else _pack
+        out: Tensor = kernel(rows, cu_seqlens, total)
+        return out
+    lengths = [len(row) for row in rows]
+    if cu_seqlens is None:
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    elif len(cu_seqlens) != len(rows) + 1:
+        raise InvalidArgument(
+            f"pack: cu_seqlens has {len(cu_seqlens)} entries for {len(rows)} rows, it needs {len(rows) + 1}."
+        )
+    if not rows:
+        raise InvalidArgument("pack: there are no rows, so nothing says of which dtype and shape the result is.")
+    places, counts = cu_seqlens[:-1], cu_seqlens.diff()
+    segments = torch.stack([torch.arange(len(rows)).to(places), torch.zeros_like(places), counts, places], 1)
+    packed: Tensor = gather_segments(list(rows), segments, _last(cu_seqlens) if total is None else total)
+    return packed
+
+
+def unpack(packed: Tensor, cu_seqlens: Tensor, length: int | None = None, pad: float = 0.0) -> Tensor:
+    """The rows of end-to-end tokens, ``[B, length, *]``, right-padded with ``pad``.
+
+    Args:
+        packed: ``[T, *]``; tokens behind ``cu_seqlens[-1]`` are left out.
+        cu_seqlens: ``[B + 1]`` int32 or int64 on the CPU, from 0 to at most T.
+        length: at least the longest row's, which is the default. Give it under ``torch.compile``.
+
+    Raises:
+        InvalidArgument: before anything is moved; also where the dtype has no such pad value.
+    """
+    if length is None:
+        length = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+    kernel = torch.ops.knit.unpack.default if recorded([packed]) else _unpack
+    out: Tensor = kernel(packed, cu_seqlens, length, pad)
+    return out
+
+
+def _last(cu_seqlens: Tensor) -> int:
+    if not cu_seqlens.numel():
+        raise InvalidArgument("pack: cu_seqlens is empty; without rows it is [0].")
+    return int(cu_seqlens[-1])
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+torch.library.define("knit::pack", "(Tensor rows, Tensor cu_seqlens, SymInt total) -> Tensor")
+torch.library.define("knit::unpack", "(Tensor packed, Tensor cu_seqlens, SymInt length, float pad) -> Tensor")
+torch.library.define("knit::pack_rows", "(Tensor(a!) out, Tensor rows, Tensor cu_seqlens) -> ()")
+torch.library.define("knit::unpack_rows", "(Tensor(a!) out, Tensor packed, Tensor cu_seqlens, int pad) -> ()")
+
+
+def _pack(rows: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    def work() -> Tensor:
+        out = rows.new_empty((total, *rows.shape[2:]))
+        torch.ops.knit.pack_rows.default(out, rows.contiguous(), cu_seqlens.contiguous())
+        return out
+
+    return run("pack", work, lambda: _wrong(rows, cu_seqlens, total))
+
+
+def _unpack(packed: Tensor, cu_seqlens: Tensor, length: int, pad: float) -> Tensor:
+    bits = bits_of(pad, packed.dtype)
+
+    def work() -> Tensor:
+        out = packed.new_empty((cu_seqlens.numel() - 1, length, *packed.shape[1:]))
+        torch.ops.knit.unpack_rows.default(out, packed.contiguous(), cu_seqlens.contiguous(), bits)
+        return out
+
+    return run("unpack", work, lambda: _wrong_back(packed, cu_seqlens, length))
+
+
+def _wrong(rows: Tensor, cu_seqlens: Tensor, total: int) -> str | None:
+    if rows.dim() < 2 or total < 0:
+        return f"rows must be [B, L, *] and total at least 0, found {list(rows.shape)} and {total}"
+    bounds = numbers_of("cu_seqlens", cu_seqlens, 1)
+    if isinstance(bounds, str):
+        return bounds
+    return wrong_data(rows=[rows]) or wrong_cu_seqlens(bounds, rows.shape[0], rows.shape[1], total)
+
+
+def _wrong_back(packed: Tensor, cu_seqlens: Tensor, length: int) -> str | None:
+    if packed.dim() < 1 or length < 0:
+        return f"packed must be [T, *] and length at least 0, found {list(packed.shape)} and {length}"
+    bounds = numbers_of("cu_seqlens", cu_seqlens, 1)
+    if isinstance(bounds, str):
+        return bounds
+    if not len(bounds):
+        return "cu_seqlens is empty; without rows it is [0]"
+    return wrong_data(packed=[packed]) or wrong_cu_seqlens(bounds, len(bounds) - 1, length, packed.shape[0])
+
+
+def pack_rows_reference(out: Tensor, rows: Tensor, cu_seqlens: Tensor) -> None:
+    """The specification, row by row; also the kernel where there is no other."""
+    must_be_right("pack", _wrong(rows, cu_seqlens, out.shape[0]))
+    bounds = cu_seqlens.tolist()
+    for i, row in enumerate(rows):
+        out[bounds[i] : bounds[i + 1]] = row[: bounds[i + 1] - bounds[i]]
+    out[bounds[-1] :] = 0
+
+
+def unpack_rows_reference(out: Tensor, packed: Tensor, cu_seqlens: Tensor, pad: int) -> None:
+    """The specification, row by row; ``pad`` are the bits to fill with."""
+    must_be_right("unpack", _wrong_back(packed, cu_seqlens, out.shape[1]))
+    bounds, width = cu_seqlens.tolist(), out.element_size()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    for i, row in enumerate(out):
+        n = bounds[i + 1] - bounds[i]
+        row[:n] = packed[bounds[i] : bounds[i + 1]]
+        row[n:].view(kind)[...] = pad
+
+
+for _name, _kernel in {
+    "knit::pack": _pack,
+    "knit::unpack": _unpack,
+    "knit::pack_rows": pack_rows_reference,
+    "knit::unpack_rows": unpack_rows_reference,
+}.items():
+    torch.library.impl(_name, _DEVICE, _kernel)  # on any device that has no kernel of its own
+
+on_gpu("pack_rows", lambda out, rows, cu: _wrong(rows, cu, out.shape[0]), pack_rows_reference)
+on_gpu("unpack_rows", lambda out, packed, cu, _: _wrong_back(packed, cu, out.shape[1]), unpack_rows_reference)
+
+torch.library.register_fake("knit::pack", lambda rows, _cu, total: rows.new_empty((total, *rows.shape[2:])))
+torch.library.register_fake(
+    "knit::unpack", lambda packed, cu, length, _pad: packed.new_empty((cu.shape[0] - 1, length, *packed.shape[1:]))
+)
+torch.library.register_fake("knit::pack_rows", lambda *_: None)
+torch.library.register_fake("knit::unpack_rows", lambda *_: None)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(inputs[1])
+    ctx.size = inputs[0].shape
+
+
+def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (cu_seqlens,) = ctx.saved_tensors
+    return torch.ops.knit.unpack.default(grad, cu_seqlens, ctx.size[1], 0.0), None, None
+
+
+def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    (cu_seqlens,) = ctx.saved_tensors
+    return torch.ops.knit.pack.default(grad, cu_seqlens, ctx.size[0]), None, None, None
+
+
+torch.library.register_autograd("knit::pack", _pack_backward, setup_context=_remember)
+torch.library.register_autograd("knit::unpack", _unpack_backward, setup_context=_remember)

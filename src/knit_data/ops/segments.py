@@ -1,0 +1,192 @@
+"""What the packing ops share: tables of segments, and the byte ranges that they come to on a device.
+
+A table has a row (source, first, length, place) for each segment: rows ``first`` to ``first + length - 1`` of source
+number ``source`` are rows ``place`` to ``place + length - 1`` of what is packed. Both ends are contiguous, so whatever
+the dtype a segment is one range of bytes here and one there::
+
+    segments = [[0, 2, 3, 0],     rows 2, 3, 4 of the first source, to rows 0, 1, 2
+                [1, 0, 1, 4]]     row 0 of the second, to row 4; row 3 belongs to nobody
+
+Tables are int32 or int64, on the CPU: what is to be done is known there, and no op waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knit_data.errors import InvalidArgument
+
+Ints = NDArray[np.int64]
+T = TypeVar("T")
+SUMS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be accumulated
+
+
+def numbers_of(name: str, table: Tensor, columns: int) -> Ints | str:
+    """Of an index tensor, ``[n, columns]`` or for one column ``[n]``; what is wrong with it otherwise."""
+    shape = "[n]" if columns == 1 else f"[n, {columns}]"
+    fits = table.dim() == 1 if columns == 1 else table.dim() == 2 and table.shape[1] == columns
+    if table.device.type != "cpu" or table.dtype not in (torch.int32, torch.int64) or not fits:
+        return (
+            f"{name} must be {shape} of int32 or int64 on the CPU, found {table.dtype} {list(table.shape)} on "
+            f"{table.device}"
+        )
+    out: Ints = table.detach().numpy().astype(np.int64)
+    return out
+
+
+def wrong_cu_seqlens(bounds: Ints, rows: int, length: int, total: int) -> str | None:
+    """Why these cannot be the bounds of ``rows`` rows of at most ``length`` tokens in ``total``, or None."""
+    if len(bounds) != rows + 1:
+        return f"cu_seqlens has {len(bounds)} entries for {rows} rows, it needs {rows + 1}"
+    if bounds[0] != 0 or bounds[-1] > total:
+        return f"cu_seqlens goes from {bounds[0]} to {bounds[-1]}, it must go from 0 to at most the total of {total}"
+    lengths = np.diff(bounds)
+    if (bad := np.flatnonzero((lengths < 0) | (lengths > length))).size:
+        return f"row {bad[0]} of cu_seqlens has {lengths[bad[0]]} tokens, there may be 0 to {length}"
+    return None
+
+
+def wrong_segments(table: Ints, rows: Sequence[int], total: int) -> str | None:
+    """Why these segments do not fit sources of so many rows and ``total`` packed ones, or None."""
+    source, first, length, place = table.T
+    known = (source >= 0) & (source < len(rows))
+    room = np.asarray([*rows, -1], np.int64)[np.where(known, source, len(rows))]
+    good = known & (first >= 0) & (length >= 0) & (length <= room - first) & (place >= 0) & (length <= total - place)
+    if (bad := np.flatnonzero(~good)).size:
+        i = int(bad[0])
+        of = f"of {rows[source[i]]}" if known[i] else f"where there are {len(rows)} sources"
+        return (
+            f"segment {i} moves {length[i]} rows from {first[i]} on of source {source[i]} ({of}) to {place[i]} of "
+            f"{total}"
+        )
+    order = np.flatnonzero(length > 0)
+    order = order[np.argsort(place[order], kind="stable")]
+    ends = place[order] + length[order]
+    if (bad := np.flatnonzero(ends[:-1] > place[order][1:])).size:
+        a, b = order[bad[0]], order[bad[0] + 1]
+        return f"segments {a} and {b} overlap from row {place[b]} on"
+    return None
+
+
+def wrong_data(**groups: Sequence[Tensor]) -> str | None:
+    """Why these tensors cannot go together: dtype and device are one."""
+    named = [(name, tensor) for name, tensors in groups.items() for tensor in tensors]
+    for name, tensor in named:
+        if tensor.dim() < 1:
+            return f"{name} must have at least one dimension, found a scalar"
+        if (tensor.dtype, tensor.device) != (named[0][1].dtype, named[0][1].device):
+            return (
+                f"{name} is {tensor.dtype} on {tensor.device}, {named[0][0]} is {named[0][1].dtype} on "
+                f"{named[0][1].device}"
+            )
+        if tensor.element_size() not in (1, 2, 4, 8):
+            return f"{name} is {tensor.dtype}, of {tensor.element_size()} bytes; 1, 2, 4 and 8 can be moved"
+    return None
+
+
+def wrong_levels(packed: Sequence[Tensor], sources: Sequence[Tensor]) -> str | None:
+    """Why these sources are not the same number for each of the packed tensors, of equal rows, or None."""
+    if not packed or len(sources) % len(packed):
+        return f"{len(sources)} sources do not divide into {len(packed)} levels"
+    count = len(sources) // len(packed)
+    for k, one in enumerate(packed):
+        if one.shape[0] != packed[0].shape[0]:
+            return f"level {k} has {one.shape[0]} packed rows, the first {packed[0].shape[0]}"
+        for s, source in enumerate(sources[k * count : (k + 1) * count]):
+            if source.shape[1:] != one.shape[1:]:
+                return f"source {s} of level {k} has rows {list(source.shape[1:])}, packed are {list(one.shape[1:])}"
+            if source.shape[0] != sources[s].shape[0]:
+                return f"source {s} has {source.shape[0]} rows in level {k} and {sources[s].shape[0]} in the first"
+    return None
+
+
+class Sum(NamedTuple):
+    """Rows of a source that the same segments cover, and where in what is packed these have them, in their order."""
+
+    source: int
+    first: int
+    length: int
+    places: list[int]
+
+
+def sums_of(table: Ints) -> list[Sum]:
+    """The rows of every source, cut where a segment begins or ends.
+
+    Segments (0, 0, 3, 5) and (0, 2, 2, 0): rows 0 and 1 have place 5, row 2 places 7 and 0, row 3 place 1.
+    """
+    out = list[Sum]()
+    for source in np.unique(table[table[:, 2] > 0, 0]).tolist():
+        mine = table[(table[:, 0] == source) & (table[:, 2] > 0)]
+        _, first, length, place = mine.T
+        edges = np.unique(np.concatenate([first, first + length]))
+        if len(edges) == 2:  # all the same rows
+            out.append(Sum(source, int(edges[0]), int(edges[1] - edges[0]), place.tolist()))
+            continue
+        lo, hi = np.searchsorted(edges, first), np.searchsorted(edges, first + length)
+        over: list[list[int]] = [[] for _ in edges]
+        for a, b, f, p in zip(lo.tolist(), hi.tolist(), first.tolist(), place.tolist(), strict=True):
+            for k in range(a, b):
+                over[k].append(p - f)
+        for k, places in enumerate(over):
+            if places:
+                at = int(edges[k])
+                out.append(Sum(source, at, int(edges[k + 1]) - at, [p + at for p in places]))
+    return out
+
+
+def on_gpu(name: str, wrong: Callable[..., str | None], reference: Callable[..., None]) -> None:
+    """Registers the Triton kernel of that name; where there is no Triton, the reference."""
+
+    def kernel(*arguments: Any) -> None:
+        try:
+            from knit_data.ops import tiles
+        except ImportError:
+            reference(*arguments)
+            return
+        must_be_right(name, wrong(*arguments))
+        getattr(tiles, name)(*arguments)
+
+    torch.library.impl(f"knit::{name}", "CUDA", kernel)
+
+
+def recorded(tensors: Sequence[Tensor]) -> bool:
+    """Whether an operator on these has to go through torch's dispatcher: there is a gradient to record, or a graph, or
+    a tensor that is more than one. Else its kernel can be called itself, which saves most of a tiny call's time."""
+    if torch.compiler.is_compiling() or any(type(tensor) is not Tensor for tensor in tensors):
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def run(op: str, work: Callable[[], T], refusal: Callable[[], str | None]) -> T:
+    """Does ``work``; where a kernel refuses, in the words of ``refusal``, which are the same on every back end."""
+    try:
+        return work()
+    except RuntimeError:
+        if (wrong := refusal()) is None:
+            raise
+    raise InvalidArgument(f"{op}: {wrong}.")
+
+
+def must_be_right(op: str, wrong: str | None) -> None:
+    if wrong is not None:
+        raise InvalidArgument(f"{op}: {wrong}.")
+
+
+def bits_of(pad: float, dtype: torch.dtype) -> int:
+    """The bits of a pad value, as a signed number of 64."""
+    if pad == 0 and str(pad) != "-0.0":
+        return 0
+    value = torch.tensor(pad, dtype=torch.float64).to(dtype)
+    if not dtype.is_floating_point and not dtype.is_complex and float(value) != pad:
+        raise InvalidArgument(f"unpack: pad={pad!r} is not a value of {dtype}.")
+    width = value.element_size()
+    return int(value.view(_SIGNED[width]).item()) if width > 1 else int(value.view(torch.uint8).item())
+
+
+_SIGNED: dict[int, Any] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
