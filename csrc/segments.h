@@ -129,12 +129,13 @@ class Mover {
   std::vector<int64_t> ends_;
 };
 
-// Numbers of an int32 or int64 tensor.
-inline std::vector<int64_t> numbers_of(const char* op, const char* name, const Tensor& tensor) {
+// Numbers of an int32 or int64 tensor, [n] or for several columns [n, columns].
+inline std::vector<int64_t> numbers_of(const char* op, const char* name, const Tensor& tensor, int64_t columns) {
   const bool narrow = tensor.scalar_type() == ScalarType::Int;
   STD_TORCH_CHECK(
-      tensor.is_cpu() && tensor.is_contiguous() && (narrow || tensor.scalar_type() == ScalarType::Long), op, ": ", name,
-      " must be a contiguous int32 or int64 tensor on the CPU");
+      tensor.is_cpu() && tensor.is_contiguous() && (narrow || tensor.scalar_type() == ScalarType::Long) &&
+          (columns == 1 ? tensor.dim() == 1 : tensor.dim() == 2 && tensor.size(1) == columns),
+      op, ": ", name, " must be a contiguous int32 or int64 tensor on the CPU, of ", columns, " columns");
   const int64_t n = tensor.numel();
   if (narrow) {
     const int32_t* data = tensor.const_data_ptr<int32_t>();
@@ -142,6 +143,19 @@ inline std::vector<int64_t> numbers_of(const char* op, const char* name, const T
   }
   const int64_t* data = tensor.const_data_ptr<int64_t>();
   return {data, data + n};
+}
+
+// Whether the dimensions of one from `a` on are those of the other from `b` on.
+inline bool same_rows(const Tensor& one, int64_t a, const Tensor& other, int64_t b) {
+  if (one.dim() - a != other.dim() - b) return false;
+  for (; a < one.dim(); ++a, ++b) {
+    if (one.size(a) != other.size(b)) return false;
+  }
+  return true;
+}
+
+inline bool movable(const Tensor& tensor) {
+  return tensor.is_cpu() && tensor.is_contiguous() && tensor.element_size() <= 8;
 }
 
 inline int64_t row_bytes(const Tensor& tensor, int64_t leading) {

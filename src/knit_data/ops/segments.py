@@ -76,15 +76,17 @@ def wrong_segments(table: Ints, rows: Sequence[int], total: int) -> str | None:
 
 def wrong_data(**groups: Sequence[Tensor]) -> str | None:
     """Why these tensors cannot go together: dtype and device are one."""
-    named = [(name, tensor) for name, tensors in groups.items() for tensor in tensors]
+    named = [
+        (name if len(tensors) == 1 else f"{name}[{i}]", tensor)
+        for name, tensors in groups.items()
+        for i, tensor in enumerate(tensors)
+    ]
     for name, tensor in named:
         if tensor.dim() < 1:
             return f"{name} must have at least one dimension, found a scalar"
-        if (tensor.dtype, tensor.device) != (named[0][1].dtype, named[0][1].device):
-            return (
-                f"{name} is {tensor.dtype} on {tensor.device}, {named[0][0]} is {named[0][1].dtype} on "
-                f"{named[0][1].device}"
-            )
+        other, like = named[0]
+        if (tensor.dtype, tensor.device) != (like.dtype, like.device):
+            return f"{name} is {tensor.dtype} on {tensor.device}, {other} is {like.dtype} on {like.device}"
         if tensor.element_size() not in (1, 2, 4, 8):
             return f"{name} is {tensor.dtype}, of {tensor.element_size()} bytes; 1, 2, 4 and 8 can be moved"
     return None
@@ -155,6 +157,27 @@ def on_gpu(name: str, wrong: Callable[..., str | None], reference: Callable[...,
     torch.library.impl(f"knit::{name}", "CUDA", kernel)
 
 
+def fake(name: str, made: Callable[..., Any], wrong: Callable[..., str | None]) -> None:
+    """Registers what operator ``name`` makes where only shapes are known.
+
+    torch calls it too when a real tensor is on the device "meta", whatever the others are on: it then has to refuse, or
+    the result would be memory that nobody wrote.
+    """
+
+    def kernel(*arguments: Any) -> Any:
+        tensors = [one for a in arguments for one in (a if isinstance(a, (list, tuple)) else [a])]
+        if all(type(one) is Tensor for one in tensors if isinstance(one, Tensor)):
+            must_be_right(name.rstrip("_"), wrong(*arguments))
+        return made(*arguments)
+
+    torch.library.register_fake(f"knit::{name}", kernel)
+
+
+def at_least_0(size: Any) -> Any:
+    """For fakes: the words for a negative size are the kernel's. Sizes without a value stay as they are."""
+    return max(size, 0) if isinstance(size, int) else size
+
+
 def recorded(tensors: Sequence[Tensor]) -> bool:
     """Whether an operator on these has to go through torch's dispatcher: there is a gradient to record, or a graph, or
     a tensor that is more than one. Else its kernel can be called itself, which saves most of a tiny call's time."""
@@ -167,7 +190,7 @@ def run(op: str, work: Callable[[], T], refusal: Callable[[], str | None]) -> T:
     """Does ``work``; where a kernel refuses, in the words of ``refusal``, which are the same on every back end."""
     try:
         return work()
-    except RuntimeError:
+    except (RuntimeError, InvalidArgument):
         if (wrong := refusal()) is None:
             raise
     raise InvalidArgument(f"{op}: {wrong}.")
