@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from knit_data.ops.dispatch import on_gpu
 from knit_data.ops.pack import _wrong_rows, _wrong_rows_back, pack_rows_reference, unpack_rows_reference
 from knit_data.ops.segment import _wrong_copy, _wrong_sum, add_segments_reference, copy_segments_reference
-from knit_data.ops.segments import on_gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REFERENCES: dict[str, Callable[..., None]] = {

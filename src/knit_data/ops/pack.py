@@ -18,19 +18,9 @@ import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
+from knit_data.ops.dispatch import at_least_0, fake, must_be_right, on_gpu, recorded, run
 from knit_data.ops.segment import gather_segments
-from knit_data.ops.segments import (
-    at_least_0,
-    bits_of,
-    fake,
-    must_be_right,
-    numbers_of,
-    on_gpu,
-    recorded,
-    run,
-    wrong_cu_seqlens,
-    wrong_data,
-)
+from knit_data.ops.segments import bits_of, numbers_of, wrong_cu_seqlens, wrong_data
 
 _DEVICE = "CompositeExplicitAutograd"
 _EMPTY = "cu_seqlens is empty; without rows it is [0]"

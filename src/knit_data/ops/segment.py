@@ -18,19 +18,8 @@ import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops.segments import (
-    SUMS,
-    at_least_0,
-    fake,
-    must_be_right,
-    numbers_of,
-    on_gpu,
-    recorded,
-    run,
-    wrong_data,
-    wrong_levels,
-    wrong_segments,
-)
+from knit_data.ops.dispatch import at_least_0, fake, must_be_right, on_gpu, recorded, run
+from knit_data.ops.segments import SUMS, numbers_of, wrong_data, wrong_levels, wrong_segments
 
 _DEVICE = "CompositeExplicitAutograd"
 Tensors: TypeAlias = Sequence[Tensor]
