@@ -20,7 +20,7 @@ from torch import Tensor
 from knit_data.errors import InvalidArgument
 from knit_data.ops.dispatch import at_least_0, fake, must_be_right, on_gpu, recorded, run
 from knit_data.ops.segment import gather_segments
-from knit_data.ops.segments import bits_of, numbers_of, wrong_cu_seqlens, wrong_data
+from knit_data.ops.segments import bits_of, numbers_of, wrong_cu_seqlens, wrong_data, wrong_table
 
 _DEVICE = "CompositeExplicitAutograd"
 _EMPTY = "cu_seqlens is empty; without rows it is [0]"
@@ -50,14 +50,14 @@ def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, tota
     lengths = [row.shape[0] if row.dim() else 0 for row in rows]
     end = sum(lengths)
     if cu_seqlens is None:
-        cu_seqlens = torch.tensor([0, *accumulate(lengths)])
-    elif not torch.compiler.is_compiling():
-        bounds = _bounds("pack", cu_seqlens)
-        end = bounds[-1] if total is None else total
-        must_be_right("pack", wrong_cu_seqlens(np.array(bounds), len(rows), max(lengths), end))
-    places = cu_seqlens[:-1]
-    segments = torch.stack([torch.arange(len(rows)).to(places), torch.zeros_like(places), cu_seqlens.diff(), places], 1)
-    packed: Tensor = gather_segments(list(rows), segments, end if total is None else total)
+        bounds = np.array([0, *accumulate(lengths)])
+    else:
+        bounds = np.array(_bounds("pack", cu_seqlens))
+        end = int(bounds[-1]) if total is None else total
+        must_be_right("pack", wrong_cu_seqlens(bounds, len(rows), max(lengths), end))
+    segments = np.zeros((len(rows), 4), np.int64)
+    segments[:, 0], segments[:, 2], segments[:, 3] = np.arange(len(rows)), bounds[1:] - bounds[:-1], bounds[:-1]
+    packed: Tensor = gather_segments(list(rows), torch.from_numpy(segments), end if total is None else total)
     return packed
 
 
@@ -81,8 +81,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, length: int | None = None, pad: f
 
 
 def _bounds(op: str, cu_seqlens: Tensor) -> list[int]:
-    found = numbers_of("cu_seqlens", cu_seqlens, 1)
-    must_be_right(op, found if isinstance(found, str) else None if len(found) else _EMPTY)
+    must_be_right(op, wrong_table("cu_seqlens", cu_seqlens, 1) or (None if cu_seqlens.numel() else _EMPTY))
     bounds: list[int] = cu_seqlens.tolist()
     return bounds
 

@@ -28,6 +28,12 @@ SUMS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes t
 
 def numbers_of(name: str, table: Tensor, columns: int) -> Ints | str:
     """Of an index tensor, ``[n, columns]`` or for one column ``[n]``; what is wrong with it otherwise."""
+    wrong = wrong_table(name, table, columns)
+    out: Ints | str = table.detach().numpy().astype(np.int64) if wrong is None else wrong
+    return out
+
+
+def wrong_table(name: str, table: Tensor, columns: int) -> str | None:
     shape = "[n]" if columns == 1 else f"[n, {columns}]"
     fits = table.dim() == 1 if columns == 1 else table.dim() == 2 and table.shape[1] == columns
     if table.device.type != "cpu" or table.dtype not in (torch.int32, torch.int64) or not fits:
@@ -35,8 +41,7 @@ def numbers_of(name: str, table: Tensor, columns: int) -> Ints | str:
             f"{name} must be {shape} of int32 or int64 on the CPU, found {table.dtype} {list(table.shape)} on "
             f"{table.device}"
         )
-    out: Ints = table.detach().numpy().astype(np.int64)
-    return out
+    return None
 
 
 def wrong_cu_seqlens(bounds: Ints, rows: int, length: int, total: int) -> str | None:
