@@ -56,7 +56,8 @@ def scatter_segments(base: Tensor, sources: Tensor | Tensors, segments: Tensor) 
 
 
 def scatter_segments_(base: Tensor, sources: Tensor | Tensors, segments: Tensor) -> Tensor:
-    """Writes the segments into ``base`` and returns it. Not differentiable: see ``scatter_segments``."""
+    """Writes the segments into ``base`` and returns it. Not differentiable: see ``scatter_segments``. The sources share
+    no memory with it."""
     flat = _flat(sources)[0]
     _no_gradient("scatter_segments_", [base, *flat], "scatter_segments")
     kernel = torch.ops.knit.scatter_segments_.default if recorded([base, *flat]) else _scatter_
@@ -87,7 +88,7 @@ def accumulate_segments_(
     buffers: Tensor | Tensors | Sequence[Tensors], grads: Tensor | Tensors, segments: Tensor
 ) -> None:
     """Adds to buffers that are there: ``buffers`` as the sources of ``gather_segments``, float64 for float64 gradients,
-    else float32."""
+    else float32. They share no memory with each other."""
     flat, _ = _flat(buffers)
     levels = [grads] if isinstance(grads, Tensor) else list(grads)
     _no_gradient("accumulate_segments_", [*flat, *levels], "accumulate_segments")
