@@ -154,7 +154,7 @@ class Mover {
       for (; i < moves_.size() && moves_[i].to == end; ++i) end += moves_[i].size;
       const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
       const uintptr_t last = reinterpret_cast<uintptr_t>(end) / page * page;
-      if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint
+      if (last >= first + kFresh / 2) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint
     }
     return true;
 #else

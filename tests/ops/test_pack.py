@@ -178,6 +178,14 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a graph is the same whatever is below")
+def test_a_list_of_rows_is_compiled_too() -> None:
+    torch._dynamo.reset()
+    rows, cu = [torch.randn(3, 2), torch.randn(2, 2)], torch.tensor([0, 3, 4])
+    for arguments in ((rows,), (rows, None, 7), (rows, cu, 4), (rows, cu, 6)):
+        assert torch.equal(torch.compile(pack, backend="aot_eager", fullgraph=True)(*arguments), pack(*arguments))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a graph is the same whatever is below")
 def test_compiled_whole_with_gradients_and_changing_sizes(on: Implementation) -> None:
     def body(rows: Tensor, cu: Tensor, total: int) -> Tensor:
         return unpack(pack(rows, cu, total).sin(), cu, rows.shape[1], 2.0).cos()
@@ -283,6 +291,7 @@ def test_sizes_and_values_that_cannot_be_are_refused(
         (lambda: pack(list(ROWS), torch.tensor([0, 5])), "cu_seqlens has 2 entries for 3 rows, it needs 4"),
         (lambda: pack(list(ROWS), torch.tensor([0, 2, 2, 5]), 4), "cu_seqlens goes from 0 to 5, .* total of 4"),
         (lambda: unpack(PACKED, torch.zeros(4)), TABLE),
+        (lambda: unpack(PACKED, torch.tensor([0, -1])), "row 0 of cu_seqlens has -1 tokens"),
     ],
 )
 def test_what_is_left_out_must_be_known(call: Callable[[], Any], text: str) -> None:

@@ -48,16 +48,17 @@ def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, tota
     if not rows:
         raise InvalidArgument("pack: there are no rows, so nothing says of which dtype and shape the result is.")
     lengths = [row.shape[0] if row.dim() else 0 for row in rows]
-    end = sum(lengths)
-    if cu_seqlens is None:
-        bounds = np.array([0, *accumulate(lengths)])
+    if cu_seqlens is not None and torch.compiler.is_compiling():  # what is in it is not known before the graph runs
+        places = cu_seqlens[:-1]
+        columns = [torch.arange(len(rows)).to(places), torch.zeros_like(places), cu_seqlens.diff(), places]
+        segments = torch.stack(columns, 1)
     else:
-        bounds = np.array(_bounds("pack", cu_seqlens))
-        end = int(bounds[-1]) if total is None else total
-        must_be_right("pack", wrong_cu_seqlens(bounds, len(rows), max(lengths), end))
-    segments = np.zeros((len(rows), 4), np.int64)
-    segments[:, 0], segments[:, 2], segments[:, 3] = np.arange(len(rows)), bounds[1:] - bounds[:-1], bounds[:-1]
-    packed: Tensor = gather_segments(list(rows), torch.from_numpy(segments), end if total is None else total)
+        bounds = [0, *accumulate(lengths)] if cu_seqlens is None else _bounds("pack", cu_seqlens)
+        total = bounds[-1] if total is None else total
+        if cu_seqlens is not None:
+            must_be_right("pack", wrong_cu_seqlens(np.array(bounds), len(rows), max(lengths), total))
+        segments = torch.tensor([(i, 0, b - a, a) for i, (a, b) in enumerate(pairwise(bounds))])
+    packed: Tensor = gather_segments(list(rows), segments, sum(lengths) if total is None else total)
     return packed
 
 
@@ -74,7 +75,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, length: int | None = None, pad: f
     """
     if length is None:
         bounds = _bounds("unpack", cu_seqlens)
-        length = max([b - a for a, b in pairwise(bounds)], default=0)
+        length = max([0, *(b - a for a, b in pairwise(bounds))])
     kernel = torch.ops.knit.unpack.default if recorded([packed]) else _unpack
     out: Tensor = kernel(packed, cu_seqlens, length, pad)
     return out
