@@ -9,11 +9,10 @@ namespace {
 // Rows of `length` tokens on one side, end to end on the other.
 std::vector<int64_t> bounds_of(const char* op, const Tensor& padded, const Tensor& packed, const Tensor& cu) {
   STD_TORCH_CHECK(
-      padded.is_cpu() && packed.is_cpu() && padded.is_contiguous() && packed.is_contiguous() &&
-          padded.scalar_type() == packed.scalar_type() && padded.dim() >= 2 && packed.dim() >= 1 &&
-          row_bytes(padded, 2) == row_bytes(packed, 1),
+      movable(padded) && movable(packed) && padded.scalar_type() == packed.scalar_type() && padded.dim() >= 2 &&
+          packed.dim() >= 1 && same_rows(padded, 2, packed, 1),
       op, ": both sides must be contiguous on the CPU, of one dtype and one trailing shape");
-  std::vector<int64_t> bounds = numbers_of(op, "cu_seqlens", cu);
+  std::vector<int64_t> bounds = numbers_of(op, "cu_seqlens", cu, 1);
   const int64_t rows = padded.size(0), length = padded.size(1), total = packed.size(0);
   STD_TORCH_CHECK(
       static_cast<int64_t>(bounds.size()) == rows + 1 && bounds.front() == 0 && bounds.back() <= total, op,
@@ -43,7 +42,7 @@ void unpack_rows(Tensor out, Tensor packed, Tensor cu_seqlens, int64_t pad) {
   const int64_t token = row_bytes(out, 2), stride = out.size(1) * token;
   uint8_t* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   const uint8_t* from = static_cast<const uint8_t*>(packed.const_data_ptr());
-  Mover mover(Pad{static_cast<uint64_t>(pad), static_cast<int64_t>(out.element_size())});
+  Mover mover(Pad(static_cast<uint64_t>(pad), out.element_size()));
   for (size_t i = 0; i + 1 < bounds.size(); ++i, to += stride) {
     const int64_t size = (bounds[i + 1] - bounds[i]) * token;
     mover.add(to, from + bounds[i] * token, size);

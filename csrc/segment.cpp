@@ -13,8 +13,7 @@ constexpr int64_t kBlock = 2048;  // elements of a sum that stay in the first ca
 void check_data(const char* op, const char* name, const std::vector<Tensor>& tensors) {
   for (const Tensor& tensor : tensors) {
     STD_TORCH_CHECK(
-        tensor.is_cpu() && tensor.is_contiguous() && tensor.dim() >= 1 &&
-            tensor.scalar_type() == tensors.front().scalar_type(),
+        movable(tensor) && tensor.dim() >= 1 && tensor.scalar_type() == tensors.front().scalar_type(),
         op, ": ", name, " must be contiguous on the CPU, of one dtype, with at least one dimension");
   }
 }
@@ -32,12 +31,10 @@ std::vector<Segment> segments_of(
     for (int64_t s = 0; s < count; ++s) {
       const Tensor& source = sources[k * count + s];
       STD_TORCH_CHECK(
-          source.size(0) == sources[s].size(0) && source.numel() * packed[k].size(0) == packed[k].numel() * source.size(0),
-          op, ": source ", s, " of level ", k, " has other rows, or another trailing shape");
+          source.size(0) == sources[s].size(0) && same_rows(source, 1, packed[k], 1), op, ": source ", s, " of level ", k, " has other rows, or another trailing shape");
     }
   }
-  const std::vector<int64_t> numbers = numbers_of(op, "segments", table);
-  STD_TORCH_CHECK(numbers.size() % 4 == 0, op, ": segments must have four columns");
+  const std::vector<int64_t> numbers = numbers_of(op, "segments", table, 4);
   std::vector<Segment> segments(numbers.size() / 4);
   if (!segments.empty()) std::memcpy(segments.data(), numbers.data(), numbers.size() * sizeof(int64_t));
   const int64_t total = packed[0].size(0);

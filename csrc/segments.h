@@ -6,6 +6,12 @@
 #include <cstring>
 #include <vector>
 
+#include <unistd.h>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -34,7 +40,11 @@ struct Move {
 
 constexpr int64_t kSerial = int64_t{128} << 10;  // bytes below which a second thread costs more than it brings
 constexpr int64_t kGrain = int64_t{64} << 10;
-constexpr int64_t kStream = int64_t{4} << 20;    // bytes above which what is written will not be in a cache anyway
+constexpr int64_t kStreamed = 4096;              // bytes of one range below which it is not worth it
+constexpr int64_t kFresh = int64_t{4} << 20;     // bytes from which new memory is looked at: two large pages
+// Bytes above which what is written will not be in a cache anyway when it is read: half of what eight cores share. What
+// sysconf says about the last cache is a socket's or a host's.
+constexpr int64_t kStream = int64_t{16} << 20;
 
 // Does not read what it overwrites into the cache: a third less traffic, as memcpy does for large blocks.
 inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t size) {
@@ -60,23 +70,40 @@ inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t size) {
 }
 
 // A value of 1, 2, 4 or 8 bytes, to fill with.
-struct Pad {
-  uint64_t bits = 0;
-  int64_t width = 1;
-
-  void fill(uint8_t* to, int64_t size) const {
-    if (bits == 0) {
-      std::memset(to, 0, static_cast<size_t>(size));
-    } else if (width == 1) {
-      std::memset(to, static_cast<int>(bits), static_cast<size_t>(size));
-    } else if (width == 2) {
-      std::fill_n(reinterpret_cast<uint16_t*>(to), size / 2, static_cast<uint16_t>(bits));
-    } else if (width == 4) {
-      std::fill_n(reinterpret_cast<uint32_t*>(to), size / 4, static_cast<uint32_t>(bits));
-    } else {
-      std::fill_n(reinterpret_cast<uint64_t*>(to), size / 8, bits);
-    }
+class Pad {
+ public:
+  explicit Pad(uint64_t bits = 0, size_t width = 1) : width_(width) {
+    for (size_t i = 0; i < sizeof block_; i += width) std::memcpy(block_ + i, &bits, width);  // little endian
+    same_ = std::memcmp(block_, block_ + 1, sizeof block_ - 1) == 0;
   }
+
+  void fill(uint8_t* to, int64_t size, bool stream) const {
+#if defined(__SSE2__)
+    const int64_t head = (16 - reinterpret_cast<uintptr_t>(to) % 16) % 16;
+    if (stream && size >= kStreamed && head % static_cast<int64_t>(width_) == 0) {
+      std::memcpy(to, block_, static_cast<size_t>(head));
+      const __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block_));
+      for (to += head, size -= head; size >= 64; to += 64, size -= 64) {
+        __m128i* write = reinterpret_cast<__m128i*>(to);
+        _mm_stream_si128(write, value);
+        _mm_stream_si128(write + 1, value);
+        _mm_stream_si128(write + 2, value);
+        _mm_stream_si128(write + 3, value);
+      }
+    }
+#endif
+    if (same_) {
+      std::memset(to, block_[0], static_cast<size_t>(size));
+      return;
+    }
+    for (; size >= 64; to += 64, size -= 64) std::memcpy(to, block_, 64);
+    std::memcpy(to, block_, static_cast<size_t>(size));
+  }
+
+ private:
+  uint8_t block_[64];
+  size_t width_;
+  bool same_;  // all bytes are: zeros, booleans, bytes
 };
 
 class Mover {
@@ -95,7 +122,7 @@ class Mover {
       for (const Move& move : moves_) part(move, 0, move.size, false);
       return;
     }
-    const bool stream = total_ >= kStream;
+    const bool stream = !(total_ >= kFresh && fresh()) && total_ >= kStream;
     torch::stable::parallel_for(0, total_ / 64, kGrain / 64, [&](int64_t first, int64_t last) {
       const int64_t begin = 64 * first, end = last == total_ / 64 ? total_ : 64 * last;
       size_t i = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
@@ -111,12 +138,36 @@ class Mover {
   }
 
  private:
+  // New tensors of this size are memory that malloc takes from the system, which clears each page when it is first
+  // written. Then the page is in the cache, and going around that would cost; and a page of 4 KB at a time, the clearing
+  // takes five times as long as the copy. All of it will be written here, so large pages waste nothing.
+  bool fresh() const {
+#if defined(__linux__)
+    static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto smaller = [](const Move& a, const Move& b) { return a.size < b.size; };
+    const Move& most = *std::max_element(moves_.begin(), moves_.end(), smaller);
+    const uintptr_t middle = (reinterpret_cast<uintptr_t>(most.to) + most.size / 2) / page * page;
+    unsigned char there = 1;
+    if (mincore(reinterpret_cast<void*>(middle), page, &there) != 0 || (there & 1) != 0) return false;
+    for (size_t i = 0; i < moves_.size();) {
+      uint8_t *begin = moves_[i].to, *end = begin;
+      for (; i < moves_.size() && moves_[i].to == end; ++i) end += moves_[i].size;
+      const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
+      const uintptr_t last = reinterpret_cast<uintptr_t>(end) / page * page;
+      if (last >= first + kFresh / 2) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint
+    }
+    return true;
+#else
+    return false;
+#endif
+  }
+
   void part(const Move& move, int64_t begin, int64_t end, bool stream) const {
     uint8_t* to = move.to + begin;
     const int64_t size = end - begin;
     if (move.from == nullptr) {
-      pad_.fill(to, size);
-    } else if (stream && size >= 4096) {
+      pad_.fill(to, size, stream);
+    } else if (stream && size >= kStreamed) {
       stream_copy(to, move.from + begin, size);
     } else {
       std::memcpy(to, move.from + begin, static_cast<size_t>(size));
@@ -129,12 +180,13 @@ class Mover {
   std::vector<int64_t> ends_;
 };
 
-// Numbers of an int32 or int64 tensor.
-inline std::vector<int64_t> numbers_of(const char* op, const char* name, const Tensor& tensor) {
+// Numbers of an int32 or int64 tensor, [n] or for several columns [n, columns].
+inline std::vector<int64_t> numbers_of(const char* op, const char* name, const Tensor& tensor, int64_t columns) {
   const bool narrow = tensor.scalar_type() == ScalarType::Int;
   STD_TORCH_CHECK(
-      tensor.is_cpu() && tensor.is_contiguous() && (narrow || tensor.scalar_type() == ScalarType::Long), op, ": ", name,
-      " must be a contiguous int32 or int64 tensor on the CPU");
+      tensor.is_cpu() && tensor.is_contiguous() && (narrow || tensor.scalar_type() == ScalarType::Long) &&
+          (columns == 1 ? tensor.dim() == 1 : tensor.dim() == 2 && tensor.size(1) == columns),
+      op, ": ", name, " must be a contiguous int32 or int64 tensor on the CPU, of ", columns, " columns");
   const int64_t n = tensor.numel();
   if (narrow) {
     const int32_t* data = tensor.const_data_ptr<int32_t>();
@@ -142,6 +194,19 @@ inline std::vector<int64_t> numbers_of(const char* op, const char* name, const T
   }
   const int64_t* data = tensor.const_data_ptr<int64_t>();
   return {data, data + n};
+}
+
+// Whether the dimensions of one from `a` on are those of the other from `b` on.
+inline bool same_rows(const Tensor& one, int64_t a, const Tensor& other, int64_t b) {
+  if (one.dim() - a != other.dim() - b) return false;
+  for (; a < one.dim(); ++a, ++b) {
+    if (one.size(a) != other.size(b)) return false;
+  }
+  return true;
+}
+
+inline bool movable(const Tensor& tensor) {
+  return tensor.is_cpu() && tensor.is_contiguous() && tensor.element_size() <= 8;
 }
 
 inline int64_t row_bytes(const Tensor& tensor, int64_t leading) {

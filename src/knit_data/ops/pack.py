@@ -9,26 +9,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
+from knit_data.ops.dispatch import at_least_0, fake, must_be_right, on_gpu, recorded, run
 from knit_data.ops.segment import gather_segments
-from knit_data.ops.segments import (
-    bits_of,
-    must_be_right,
-    numbers_of,
-    on_gpu,
-    recorded,
-    run,
-    wrong_cu_seqlens,
-    wrong_data,
-)
+from knit_data.ops.segments import bits_of, numbers_of, wrong_cu_seqlens, wrong_data, wrong_table
 
 _DEVICE = "CompositeExplicitAutograd"
+_EMPTY = "cu_seqlens is empty; without rows it is [0]"
 
 
 def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, total: int | None = None) -> Tensor:
@@ -46,22 +41,24 @@ def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, tota
     if isinstance(rows, Tensor):
         if cu_seqlens is None:
             raise InvalidArgument("pack: rows in one tensor need cu_seqlens, which says how long each of them is.")
-        total = _last(cu_seqlens) if total is None else total
+        total = _bounds("pack", cu_seqlens)[-1] if total is None else total
         kernel = torch.ops.knit.pack.default if recorded([rows]) else _pack
         out: Tensor = kernel(rows, cu_seqlens, total)
         return out
-    lengths = [len(row) for row in rows]
-    if cu_seqlens is None:
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    elif len(cu_seqlens) != len(rows) + 1:
-        raise InvalidArgument(
-            f"pack: cu_seqlens has {len(cu_seqlens)} entries for {len(rows)} rows, it needs {len(rows) + 1}."
-        )
     if not rows:
         raise InvalidArgument("pack: there are no rows, so nothing says of which dtype and shape the result is.")
-    places, counts = cu_seqlens[:-1], cu_seqlens.diff()
-    segments = torch.stack([torch.arange(len(rows)).to(places), torch.zeros_like(places), counts, places], 1)
-    packed: Tensor = gather_segments(list(rows), segments, _last(cu_seqlens) if total is None else total)
+    lengths = [row.shape[0] if row.dim() else 0 for row in rows]
+    if cu_seqlens is not None and torch.compiler.is_compiling():  # what is in it is not known before the graph runs
+        places = cu_seqlens[:-1]
+        columns = [torch.arange(len(rows)).to(places), torch.zeros_like(places), cu_seqlens.diff(), places]
+        segments = torch.stack(columns, 1)
+    else:
+        bounds = [0, *accumulate(lengths)] if cu_seqlens is None else _bounds("pack", cu_seqlens)
+        total = bounds[-1] if total is None else total
+        if cu_seqlens is not None:
+            must_be_right("pack", wrong_cu_seqlens(np.array(bounds), len(rows), max(lengths), total))
+        segments = torch.tensor([(i, 0, b - a, a) for i, (a, b) in enumerate(pairwise(bounds))])
+    packed: Tensor = gather_segments(list(rows), segments, sum(lengths) if total is None else total)
     return packed
 
 
@@ -77,16 +74,17 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, length: int | None = None, pad: f
         InvalidArgument: before anything is moved; also where the dtype has no such pad value.
     """
     if length is None:
-        length = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+        bounds = _bounds("unpack", cu_seqlens)
+        length = max([0, *(b - a for a, b in pairwise(bounds))])
     kernel = torch.ops.knit.unpack.default if recorded([packed]) else _unpack
     out: Tensor = kernel(packed, cu_seqlens, length, pad)
     return out
 
 
-def _last(cu_seqlens: Tensor) -> int:
-    if not cu_seqlens.numel():
-        raise InvalidArgument("pack: cu_seqlens is empty; without rows it is [0].")
-    return int(cu_seqlens[-1])
+def _bounds(op: str, cu_seqlens: Tensor) -> list[int]:
+    must_be_right(op, wrong_table("cu_seqlens", cu_seqlens, 1) or (None if cu_seqlens.numel() else _EMPTY))
+    bounds: list[int] = cu_seqlens.tolist()
+    return bounds
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
@@ -133,13 +131,25 @@ def _wrong_back(packed: Tensor, cu_seqlens: Tensor, length: int) -> str | None:
     if isinstance(bounds, str):
         return bounds
     if not len(bounds):
-        return "cu_seqlens is empty; without rows it is [0]"
+        return _EMPTY
     return wrong_data(packed=[packed]) or wrong_cu_seqlens(bounds, len(bounds) - 1, length, packed.shape[0])
+
+
+def _wrong_rows(out: Tensor, rows: Tensor, cu_seqlens: Tensor) -> str | None:
+    if out.dim() < 1 or out.shape[1:] != rows.shape[2:]:
+        return f"out must be [T, *] where rows are [B, L, *], found {list(out.shape)} and {list(rows.shape)}"
+    return wrong_data(out=[out], rows=[rows]) or _wrong(rows, cu_seqlens, out.shape[0])
+
+
+def _wrong_rows_back(out: Tensor, packed: Tensor, cu_seqlens: Tensor, _pad: int) -> str | None:
+    if out.dim() < 2 or out.shape[2:] != packed.shape[1:] or out.shape[0] != cu_seqlens.numel() - 1:
+        return f"out must be [B, L, *] where packed is [T, *], found {list(out.shape)} and {list(packed.shape)}"
+    return wrong_data(out=[out], packed=[packed]) or _wrong_back(packed, cu_seqlens, out.shape[1])
 
 
 def pack_rows_reference(out: Tensor, rows: Tensor, cu_seqlens: Tensor) -> None:
     """The specification, row by row; also the kernel where there is no other."""
-    must_be_right("pack", _wrong(rows, cu_seqlens, out.shape[0]))
+    must_be_right("pack", _wrong_rows(out, rows, cu_seqlens))
     bounds = cu_seqlens.tolist()
     for i, row in enumerate(rows):
         out[bounds[i] : bounds[i + 1]] = row[: bounds[i + 1] - bounds[i]]
@@ -148,7 +158,7 @@ def pack_rows_reference(out: Tensor, rows: Tensor, cu_seqlens: Tensor) -> None:
 
 def unpack_rows_reference(out: Tensor, packed: Tensor, cu_seqlens: Tensor, pad: int) -> None:
     """The specification, row by row; ``pad`` are the bits to fill with."""
-    must_be_right("unpack", _wrong_back(packed, cu_seqlens, out.shape[1]))
+    must_be_right("unpack", _wrong_rows_back(out, packed, cu_seqlens, pad))
     bounds, width = cu_seqlens.tolist(), out.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
     for i, row in enumerate(out):
@@ -157,23 +167,26 @@ def unpack_rows_reference(out: Tensor, packed: Tensor, cu_seqlens: Tensor, pad: 
         row[n:].view(kind)[...] = pad
 
 
-for _name, _kernel in {
+_KERNELS: dict[str, Callable[..., object]] = {
     "knit::pack": _pack,
     "knit::unpack": _unpack,
     "knit::pack_rows": pack_rows_reference,
     "knit::unpack_rows": unpack_rows_reference,
-}.items():
+}
+for _name, _kernel in _KERNELS.items():
     torch.library.impl(_name, _DEVICE, _kernel)  # on any device that has no kernel of its own
 
-on_gpu("pack_rows", lambda out, rows, cu: _wrong(rows, cu, out.shape[0]), pack_rows_reference)
-on_gpu("unpack_rows", lambda out, packed, cu, _: _wrong_back(packed, cu, out.shape[1]), unpack_rows_reference)
+on_gpu("pack_rows", _wrong_rows, pack_rows_reference)
+on_gpu("unpack_rows", _wrong_rows_back, unpack_rows_reference)
 
-torch.library.register_fake("knit::pack", lambda rows, _cu, total: rows.new_empty((total, *rows.shape[2:])))
-torch.library.register_fake(
-    "knit::unpack", lambda packed, cu, length, _pad: packed.new_empty((cu.shape[0] - 1, length, *packed.shape[1:]))
+fake("pack", lambda rows, _, total: rows.new_empty((at_least_0(total), *rows.shape[2:])), _wrong)
+fake(
+    "unpack",
+    lambda packed, cu, length, _: packed.new_empty((at_least_0(cu.numel() - 1), at_least_0(length), *packed.shape[1:])),
+    lambda packed, cu, length, _: _wrong_back(packed, cu, length),
 )
-torch.library.register_fake("knit::pack_rows", lambda *_: None)
-torch.library.register_fake("knit::unpack_rows", lambda *_: None)
+fake("pack_rows", lambda *_: None, _wrong_rows)
+fake("unpack_rows", lambda *_: None, _wrong_rows_back)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -11,24 +11,15 @@ row by row in the order of the segments, so it comes out the same, bit by bit, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops.segments import (
-    SUMS,
-    must_be_right,
-    numbers_of,
-    on_gpu,
-    recorded,
-    run,
-    wrong_data,
-    wrong_levels,
-    wrong_segments,
-)
+from knit_data.ops.dispatch import at_least_0, fake, must_be_right, on_gpu, recorded, run
+from knit_data.ops.segments import SUMS, numbers_of, wrong_data, wrong_levels, wrong_segments
 
 _DEVICE = "CompositeExplicitAutograd"
 Tensors: TypeAlias = Sequence[Tensor]
@@ -65,7 +56,8 @@ def scatter_segments(base: Tensor, sources: Tensor | Tensors, segments: Tensor) 
 
 
 def scatter_segments_(base: Tensor, sources: Tensor | Tensors, segments: Tensor) -> Tensor:
-    """Writes the segments into ``base`` and returns it. Not differentiable: see ``scatter_segments``."""
+    """Writes the segments into ``base`` and returns it. Not differentiable: see ``scatter_segments``. The sources share
+    no memory with it."""
     flat = _flat(sources)[0]
     _no_gradient("scatter_segments_", [base, *flat], "scatter_segments")
     kernel = torch.ops.knit.scatter_segments_.default if recorded([base, *flat]) else _scatter_
@@ -96,7 +88,7 @@ def accumulate_segments_(
     buffers: Tensor | Tensors | Sequence[Tensors], grads: Tensor | Tensors, segments: Tensor
 ) -> None:
     """Adds to buffers that are there: ``buffers`` as the sources of ``gather_segments``, float64 for float64 gradients,
-    else float32."""
+    else float32. They share no memory with each other."""
     flat, _ = _flat(buffers)
     levels = [grads] if isinstance(grads, Tensor) else list(grads)
     _no_gradient("accumulate_segments_", [*flat, *levels], "accumulate_segments")
@@ -168,7 +160,7 @@ def _scatter(base: Tensor, sources: list[Tensor], segments: Tensor) -> Tensor:
 
 
 def _accumulate(grads: list[Tensor], segments: Tensor, rows: list[int]) -> list[Tensor]:
-    must_be_right("accumulate_segments", None if min(rows, default=0) >= 0 else f"rows must not be negative: {rows}")
+    must_be_right("accumulate_segments", _wrong_rows(rows))
     out = _buffers(grads, rows)
     _accumulate_(out, grads, segments)
     return out
@@ -202,8 +194,20 @@ def _buffers(grads: Tensors, rows: Sequence[int]) -> list[Tensor]:
 # -- what is wrong -----------------------------------------------------------------------------------------------------
 
 
+def _wrong_rows(rows: Sequence[int]) -> str | None:
+    return None if min(rows, default=0) >= 0 else f"rows must not be negative, found {list(rows)}"
+
+
+def _wrong_scatter(base: Tensor, sources: Tensors, segments: Tensor) -> str | None:
+    return _wrong([base], sources, segments)
+
+
 def _wrong(packed: Tensors, sources: Tensors, segments: Tensor) -> str | None:
     return wrong_data(base=packed, sources=sources) or _wrong_places(packed, sources, segments)
+
+
+def _wrong_copy(outs: Tensors, sources: Tensors, segments: Tensor, _fill: bool) -> str | None:
+    return _wrong(outs, sources, segments)
 
 
 def _wrong_places(packed: Tensors, sources: Tensors, segments: Tensor) -> str | None:
@@ -262,7 +266,7 @@ def add_segments_reference(buffers: list[Tensor], grads: list[Tensor], segments:
             buffer[first : first + length] += grad[place : place + length].to(buffer.dtype)
 
 
-for _name, _kernel in {
+_KERNELS: dict[str, Callable[..., object]] = {
     "knit::gather_segments": _gather,
     "knit::scatter_segments_": _scatter_,
     "knit::scatter_segments": _scatter,
@@ -270,23 +274,28 @@ for _name, _kernel in {
     "knit::accumulate_segments_": _accumulate_,
     "knit::copy_segments": copy_segments_reference,
     "knit::add_segments": add_segments_reference,
-}.items():
+}
+for _name, _kernel in _KERNELS.items():
     torch.library.impl(_name, _DEVICE, _kernel)  # on any device that has no kernel of its own
 
 
-on_gpu("copy_segments", lambda outs, sources, table, _: _wrong(outs, sources, table), copy_segments_reference)
+on_gpu("copy_segments", _wrong_copy, copy_segments_reference)
 on_gpu("add_segments", _wrong_sum, add_segments_reference)
 
 
 # -- fake and autograd -------------------------------------------------------------------------------------------------
 
-torch.library.register_fake(
-    "knit::gather_segments", lambda sources, _segments, total, levels: _empty(sources, total, levels)
+fake("gather_segments", lambda sources, _, total, levels: _empty(sources, at_least_0(total), levels), _wrong_gather)
+fake("scatter_segments", lambda base, *_: torch.empty_like(base, memory_format=torch.contiguous_format), _wrong_scatter)
+fake(
+    "accumulate_segments",
+    lambda grads, _, rows: _buffers(grads, [at_least_0(n) for n in rows]),
+    lambda grads, segments, rows: _wrong_rows(rows) or _wrong_sum(_buffers(grads, rows), grads, segments),
 )
-torch.library.register_fake("knit::scatter_segments", lambda base, *_: torch.empty_like(base))
-torch.library.register_fake("knit::accumulate_segments", lambda grads, _segments, rows: _buffers(grads, rows))
-for _name in ("scatter_segments_", "accumulate_segments_", "copy_segments", "add_segments"):
-    torch.library.register_fake(f"knit::{_name}", lambda *_: None)
+fake("scatter_segments_", lambda *_: None, _wrong_scatter)
+fake("accumulate_segments_", lambda *_: None, _wrong_sum)
+fake("copy_segments", lambda *_: None, _wrong_copy)
+fake("add_segments", lambda *_: None, _wrong_sum)
 
 
 def _remember_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -12,8 +12,8 @@ Tables are int32 or int64, on the CPU: what is to be done is known there, and no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +23,17 @@ from torch import Tensor
 from knit_data.errors import InvalidArgument
 
 Ints = NDArray[np.int64]
-T = TypeVar("T")
 SUMS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be accumulated
 
 
 def numbers_of(name: str, table: Tensor, columns: int) -> Ints | str:
     """Of an index tensor, ``[n, columns]`` or for one column ``[n]``; what is wrong with it otherwise."""
+    wrong = wrong_table(name, table, columns)
+    out: Ints | str = table.detach().numpy().astype(np.int64) if wrong is None else wrong
+    return out
+
+
+def wrong_table(name: str, table: Tensor, columns: int) -> str | None:
     shape = "[n]" if columns == 1 else f"[n, {columns}]"
     fits = table.dim() == 1 if columns == 1 else table.dim() == 2 and table.shape[1] == columns
     if table.device.type != "cpu" or table.dtype not in (torch.int32, torch.int64) or not fits:
@@ -36,8 +41,7 @@ def numbers_of(name: str, table: Tensor, columns: int) -> Ints | str:
             f"{name} must be {shape} of int32 or int64 on the CPU, found {table.dtype} {list(table.shape)} on "
             f"{table.device}"
         )
-    out: Ints = table.detach().numpy().astype(np.int64)
-    return out
+    return None
 
 
 def wrong_cu_seqlens(bounds: Ints, rows: int, length: int, total: int) -> str | None:
@@ -76,15 +80,17 @@ def wrong_segments(table: Ints, rows: Sequence[int], total: int) -> str | None:
 
 def wrong_data(**groups: Sequence[Tensor]) -> str | None:
     """Why these tensors cannot go together: dtype and device are one."""
-    named = [(name, tensor) for name, tensors in groups.items() for tensor in tensors]
+    named = [
+        (name if len(tensors) == 1 else f"{name}[{i}]", tensor)
+        for name, tensors in groups.items()
+        for i, tensor in enumerate(tensors)
+    ]
     for name, tensor in named:
         if tensor.dim() < 1:
             return f"{name} must have at least one dimension, found a scalar"
-        if (tensor.dtype, tensor.device) != (named[0][1].dtype, named[0][1].device):
-            return (
-                f"{name} is {tensor.dtype} on {tensor.device}, {named[0][0]} is {named[0][1].dtype} on "
-                f"{named[0][1].device}"
-            )
+        other, like = named[0]
+        if (tensor.dtype, tensor.device) != (like.dtype, like.device):
+            return f"{name} is {tensor.dtype} on {tensor.device}, {other} is {like.dtype} on {like.device}"
         if tensor.element_size() not in (1, 2, 4, 8):
             return f"{name} is {tensor.dtype}, of {tensor.element_size()} bytes; 1, 2, 4 and 8 can be moved"
     return None
@@ -138,44 +144,6 @@ def sums_of(table: Ints) -> list[Sum]:
                 at = int(edges[k])
                 out.append(Sum(source, at, int(edges[k + 1]) - at, [p + at for p in places]))
     return out
-
-
-def on_gpu(name: str, wrong: Callable[..., str | None], reference: Callable[..., None]) -> None:
-    """Registers the Triton kernel of that name; where there is no Triton, the reference."""
-
-    def kernel(*arguments: Any) -> None:
-        try:
-            from knit_data.ops import tiles
-        except ImportError:
-            reference(*arguments)
-            return
-        must_be_right(name, wrong(*arguments))
-        getattr(tiles, name)(*arguments)
-
-    torch.library.impl(f"knit::{name}", "CUDA", kernel)
-
-
-def recorded(tensors: Sequence[Tensor]) -> bool:
-    """Whether an operator on these has to go through torch's dispatcher: there is a gradient to record, or a graph, or
-    a tensor that is more than one. Else its kernel can be called itself, which saves most of a tiny call's time."""
-    if torch.compiler.is_compiling() or any(type(tensor) is not Tensor for tensor in tensors):
-        return True
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def run(op: str, work: Callable[[], T], refusal: Callable[[], str | None]) -> T:
-    """Does ``work``; where a kernel refuses, in the words of ``refusal``, which are the same on every back end."""
-    try:
-        return work()
-    except RuntimeError:
-        if (wrong := refusal()) is None:
-            raise
-    raise InvalidArgument(f"{op}: {wrong}.")
-
-
-def must_be_right(op: str, wrong: str | None) -> None:
-    if wrong is not None:
-        raise InvalidArgument(f"{op}: {wrong}.")
 
 
 def bits_of(pad: float, dtype: torch.dtype) -> int:

@@ -22,6 +22,8 @@ from knit_data.ops.segments import Ints, numbers_of, sums_of
 
 TILE = 16_384  # bytes that a program moves
 SUM_TILE = 2_048  # elements of a sum that a program keeps in registers
+_WORDS: dict[int, Any] = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # there is no product; left open, some versions of Triton warn
 _SUMMED: dict[torch.dtype, Any] = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -35,18 +37,10 @@ def copy_tiles(tiles, pad, WORD: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.co
     """A row of ``tiles``: the addresses to write and to read (0: the pad), and how many words. ``ALIGN``: of all
     addresses and sizes, in bytes."""
     row = tiles + 3 * tl.program_id(0).to(tl.int64)
-    if WORD == 1:
-        word: tl.constexpr = tl.int8
-    elif WORD == 2:
-        word: tl.constexpr = tl.int16
-    elif WORD == 4:
-        word: tl.constexpr = tl.int32
-    else:
-        word: tl.constexpr = tl.int64
     origin = tl.load(row + 1)
-    target = tl.multiple_of(tl.load(row).to(tl.pointer_type(word)), ALIGN)
-    source = tl.multiple_of(origin.to(tl.pointer_type(word)), ALIGN)
-    words = tl.multiple_of(tl.load(row + 2), ALIGN // WORD)
+    target = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), ALIGN)
+    source = tl.multiple_of(origin.to(tl.pointer_type(WORD)), ALIGN)
+    words = tl.multiple_of(tl.load(row + 2), ALIGN // (WORD.primitive_bitwidth // 8))
     lanes = tl.arange(0, BLOCK)
     there = tl.where(origin == 0, 0, words)
     value = tl.load(source + lanes, mask=lanes < there, other=pad)
@@ -134,7 +128,12 @@ def add_segments(buffers: Sequence[Tensor], grads: Sequence[Tensor], segments: T
     device = grads[0].device
     with _on(device):
         sum_tiles[(len(tiles),)](
-            _there(tiles, device), _there(addresses, device), *kinds, ALIGN=_align(together, 8), BLOCK=SUM_TILE
+            _there(tiles, device),
+            _there(addresses, device),
+            *kinds,
+            ALIGN=_align(together, 8),
+            BLOCK=SUM_TILE,
+            **_OPTIONS,
         )
 
 
@@ -154,7 +153,9 @@ def _copy(out: Tensor, to: Ints, origin: Ints, size: Ints, pad: int) -> None:
     pad -= (pad >> (8 * word - 1)) << (8 * word)  # signed
     tiles[:, 2] //= word
     with _on(out.device):
-        copy_tiles[(len(tiles),)](_there(tiles, out.device), pad, WORD=word, ALIGN=max(align, word), BLOCK=TILE // word)
+        copy_tiles[(len(tiles),)](
+            _there(tiles, out.device), pad, WORD=_WORDS[word], ALIGN=max(align, word), BLOCK=TILE // word, **_OPTIONS
+        )
 
 
 def cut(size: Ints, tile: int) -> tuple[Ints, Ints]:
