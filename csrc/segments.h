@@ -38,13 +38,13 @@ struct Move {
   int64_t size;
 };
 
-constexpr int64_t kSerial = int64_t{128} << 10;  // bytes below which a second thread costs more than it brings
+constexpr int64_t kSerial = int64_t{512} << 10;  // bytes below which a second thread costs more than it brings
 constexpr int64_t kGrain = int64_t{64} << 10;
 constexpr int64_t kStreamed = 4096;              // bytes of one range below which it is not worth it
 constexpr int64_t kFresh = int64_t{4} << 20;     // bytes from which new memory is looked at: two large pages
-// Bytes above which what is written will not be in a cache anyway when it is read: half of what eight cores share. What
-// sysconf says about the last cache is a socket's or a host's.
-constexpr int64_t kStream = int64_t{16} << 20;
+// Bytes above which what is written will hardly be in a cache when it is read: a core's share of the last cache is smaller.
+// What sysconf says about that one is a socket's or a host's.
+constexpr int64_t kStream = int64_t{8} << 20;
 
 // Does not read what it overwrites into the cache: a third less traffic, as memcpy does for large blocks.
 inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t size) {
