@@ -10,7 +10,7 @@ PEERS := .venv-peers
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-text test test-gpu test-transformers4 check bench bench-peers clean
+.PHONY: help demo demo-text test test-gpu test-transformers4 check bench bench-gpu bench-peers clean
 
 help:
 	@echo "make demo       train the GRPO example with images; results in out/demo"
@@ -21,6 +21,7 @@ help:
 	@echo "                the tests of models on transformers 4"
 	@echo "make check      ruff, mypy --strict, layers"
 	@echo "make bench      all benchmarks, quickly"
+	@echo "make bench-gpu  the benchmark of the ops on a CUDA device"
 	@echo "make bench-peers"
 	@echo "                the benchmark of transfer beside TransferQueue and others"
 	@echo "make clean      remove what was built; .venv goes too"
@@ -75,6 +76,9 @@ check: $(READY)
 bench: $(READY)
 	@set -e; for file in benchmarks/bench_*.py; do \
 	  echo "bench: $$file"; OMP_WAIT_POLICY=PASSIVE $(BIN)/python "$$file" --quick; done
+
+bench-gpu: $(READY)
+	@$(BIN)/python benchmarks/bench_ops.py --device cuda
 
 # Their packages bring a hundred others, and Ray: they have an environment of their own, and what .venv has is that.
 $(PEERS)/.ready: $(READY)

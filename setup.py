@@ -41,7 +41,7 @@ else:
     extension = CppExtension(
         name="knit_data._C",
         sources=sorted(glob("csrc/*.cpp")),  # relative: absolute sources break sdists and editable installs
-        depends=sorted(glob("csrc/third_party/*/*")),  # included by them, and part of an sdist
+        depends=sorted([*glob("csrc/*.h"), *glob("csrc/third_party/*/*")]),  # included by them, and part of an sdist
         extra_compile_args={
             "cxx": [
                 "-O3",

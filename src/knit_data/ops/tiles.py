@@ -180,7 +180,10 @@ def _checked(numbers: Ints | str) -> Ints:
 
 
 def _there(table: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(table)).to(device, non_blocking=True)
+    host = torch.from_numpy(np.ascontiguousarray(table))
+    if device.type == "cuda":  # from pageable memory the copy would wait for the stream
+        host = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+    return host.to(device, non_blocking=True)
 
 
 def _on(device: torch.device) -> Any:
