@@ -223,8 +223,9 @@ class Bench:
     def sums(self, buffer: Tensor, grad: Tensor, segments: Tensor, to: Tensor) -> Calls:
         moves = segments.tolist()
         rows = torch.cat([torch.arange(first, first + n) for _, first, n, _ in moves]).to(self.device)
-        half = torch.empty(buffer.nbytes + to.numel() * grad.shape[1] // 2, dtype=torch.int16, device=self.device)
-        other = torch.ones_like(half[: half.numel() // 2])
+        moved = 2 * buffer.nbytes + to.numel() * grad.shape[1] * grad.element_size()  # read and written
+        half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
+        other = torch.ones_like(half)
 
         def sliced() -> None:
             for _, first, n, place in moves:

@@ -29,7 +29,7 @@ void pack_rows(Tensor out, Tensor rows, Tensor cu_seqlens) {
   const int64_t token = row_bytes(rows, 2), stride = rows.size(1) * token, total = out.size(0);
   uint8_t* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   const uint8_t* from = static_cast<const uint8_t*>(rows.const_data_ptr());
-  Mover mover;
+  Mover mover(Pad(), true);
   for (size_t i = 0; i + 1 < bounds.size(); ++i) {
     mover.add(to + bounds[i] * token, from + static_cast<int64_t>(i) * stride, (bounds[i + 1] - bounds[i]) * token);
   }
@@ -42,7 +42,7 @@ void unpack_rows(Tensor out, Tensor packed, Tensor cu_seqlens, int64_t pad) {
   const int64_t token = row_bytes(out, 2), stride = out.size(1) * token;
   uint8_t* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   const uint8_t* from = static_cast<const uint8_t*>(packed.const_data_ptr());
-  Mover mover(Pad(static_cast<uint64_t>(pad), out.element_size()));
+  Mover mover(Pad(static_cast<uint64_t>(pad), out.element_size()), true);
   for (size_t i = 0; i + 1 < bounds.size(); ++i, to += stride) {
     const int64_t size = (bounds[i + 1] - bounds[i]) * token;
     mover.add(to, from + bounds[i] * token, size);

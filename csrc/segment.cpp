@@ -72,7 +72,7 @@ void copy_segments(std::vector<Tensor> outs, std::vector<Tensor> sources, Tensor
       sources.empty() || outs[0].scalar_type() == sources[0].scalar_type(), "segments: sources must have the dtype of outs");
   const std::vector<int64_t> order = by_place("segments", segments);
   const size_t count = sources.size() / outs.size();
-  Mover mover;
+  Mover mover(Pad(), fill);
   for (size_t k = 0; k < outs.size(); ++k) {
     const int64_t row = row_bytes(outs[k], 1), end = outs[k].size(0) * row;
     uint8_t* to = static_cast<uint8_t*>(outs[k].mutable_data_ptr());
@@ -99,12 +99,15 @@ inline double widen(double x) { return x; }
 inline float as_float(uint32_t bits) { float out; std::memcpy(&out, &bits, sizeof out); return out; }
 inline float widen(BFloat16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
 inline float widen(Half x) {
-  // exponent and mantissa in place, the bias put right by a product that is exact; infinities and NaN set apart
+  // the bias put right; what has no exponent as a difference of two numbers that have one, which is exact and never too
+  // small for a thread that flushes such to zero; infinities and NaN set apart
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, rest = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
-  const float scaled = as_float(rest) * as_float(0x77800000u);  // 2^112
+  const float small = as_float(rest + 0x38800000u) - as_float(0x38800000u);  // 2^-14
   uint32_t bits;
-  std::memcpy(&bits, &scaled, sizeof bits);
-  return as_float((rest >= 0x0f800000u ? rest | 0x7f800000u : bits) | sign);
+  std::memcpy(&bits, &small, sizeof bits);
+  if (rest >= 0x00800000u) bits = rest + 0x38000000u;  // 112 more in the exponent
+  if (rest >= 0x0f800000u) bits = rest | 0x7f800000u;
+  return as_float(bits | sign);
 }
 
 // Rows that the same segments cover: `size` elements of a buffer, and what is added to them in this order.

@@ -108,7 +108,8 @@ class Pad {
 
 class Mover {
  public:
-  explicit Mover(Pad pad = {}) : pad_(pad) {}
+  // made: what is written was made for this, whole, and may be new memory.
+  Mover(Pad pad, bool made) : pad_(pad), made_(made) {}
 
   void add(uint8_t* to, const uint8_t* from, int64_t size) {
     if (size == 0) return;
@@ -122,7 +123,7 @@ class Mover {
       for (const Move& move : moves_) part(move, 0, move.size, false);
       return;
     }
-    const bool stream = !(total_ >= kFresh && fresh()) && total_ >= kStream;
+    const bool stream = !(made_ && total_ >= kFresh && fresh()) && total_ >= kStream;
     torch::stable::parallel_for(0, total_ / 64, kGrain / 64, [&](int64_t first, int64_t last) {
       const int64_t begin = 64 * first, end = last == total_ / 64 ? total_ : 64 * last;
       size_t i = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
@@ -175,6 +176,7 @@ class Mover {
   }
 
   Pad pad_;
+  bool made_;
   int64_t total_ = 0;
   std::vector<Move> moves_;
   std::vector<int64_t> ends_;

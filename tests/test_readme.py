@@ -10,6 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import knit_data as kd
 from knit_data.seats import QuotaSeats
 
@@ -18,8 +20,6 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def respond(prompt: str, i: int, version: int) -> kd.Trajectory:
-    import torch
-
     n = 4 + (len(prompt) * 7 + i * 3) % 20
     source = "math" if int(prompt[1:]) % 2 else "code"
     tokens = {
@@ -75,7 +75,7 @@ def test_the_readme_launches(tmp_path, monkeypatch):
     trainer = threading.Thread(target=train)
     trainer.start()
     facts = {"kd": kd, "store": store, "respond": respond, "next_prompt": next_prompt}
-    exec(compile(BLOCKS[4], "README.md", "exec"), facts)  # the last group comes after the seal
+    exec(compile(BLOCKS[5], "README.md", "exec"), facts)  # the last group comes after the seal
     trainer.join(60)
     assert not trainer.is_alive()
     whole = len(trained) // 32  # train batches of 4 groups of 8; one that the seal cut short promises no quota
@@ -95,9 +95,21 @@ def test_the_readme_reclaims():
     assert not any(store.exists([store.segment_key(f"w{w}", n) for w in range(2) for n in range(12)]))
 
 
+def test_the_readme_packs():
+    sizes = torch.tensor([3, 0, 5])[:, None]
+    padded = torch.arange(36.0).view(3, 6, 2).masked_fill((torch.arange(6) >= sizes)[:, :, None], -100)
+    facts: dict[str, Any] = {"torch": torch, "kd": kd, "padded": padded, "grad": torch.ones(8, 2)}
+    facts |= {"image_a": torch.ones(4, 2), "image_b": torch.full((4, 2), 2.0), "embeddings": torch.zeros(8, 2)}
+    exec(compile(BLOCKS[4], "README.md", "exec"), facts)
+    assert torch.equal(facts["again"], padded)
+    assert torch.equal(facts["features"], facts["embeddings"])
+    assert facts["features"][:, 0].tolist() == [0, 1, 1, 1, 1, 0, 2, 2]
+    assert [one[:, 0].tolist() for one in facts["gradients"]] == [[1, 1, 1, 1], [0, 0, 1, 1]]
+
+
 def test_the_readme_mixes():
     facts = {"kd": kd}
-    exec(compile(BLOCKS[5], "README.md", "exec"), facts)
+    exec(compile(BLOCKS[6], "README.md", "exec"), facts)
     for name in ("shares", "crossing", "tied", "paced"):
         quotas = facts[name] if isinstance(facts[name], kd.Quotas) else kd.Quotas(facts[name])
         assert QuotaSeats(quotas, 16, None, 4).left == 16

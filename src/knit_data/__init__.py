@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from knit_data import integrations
+from knit_data import integrations, ops
 from knit_data.admission import AdmittedMiniBatch
 from knit_data.batch import MicroBatch
 from knit_data.demand import Demand
@@ -87,6 +87,7 @@ __all__ = [
     "at_most",
     "group_advantages",
     "integrations",
+    "ops",
     "place_media",
     "simulate",
 ]

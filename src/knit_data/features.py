@@ -93,7 +93,7 @@ class Gathering:
             sources[number] = source
             rows.append((number, first + (features.first if features.call else 0), n, total))
             total += n
-        return cls(list(sources.values()), torch.tensor(rows, dtype=torch.int64).view(-1, 4), total)
+        return cls(list(sources.values()), torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4), total)
 
     def run(self) -> Levels:
         """``[total, d]`` of each level, in one launch for those of one dtype."""
@@ -109,6 +109,7 @@ class Gathering:
         """Each row's gradient to its call, levels that have any."""
         there = {level: grad for level, grad in enumerate(grads) if grad is not None}
         calls = [source for source in self.sources if isinstance(source, Call)]
+        assert len(calls) == len(self.sources)  # only a frozen encoder keeps features without their call
         for levels in _alike(there):
             buffers = [[call.buffer(level) for call in calls] for level in levels]
             ops.accumulate_segments_(buffers, [there[level] for level in levels], self.segments)

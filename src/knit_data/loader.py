@@ -234,7 +234,8 @@ class TrajectoryLoader:
                 raise UsageError(_CLOSED)
             if self._exchange.rank == 0:
                 self._begin()
-                admit: Any = Lead(self.sampler, self._exchange, self.max_tokens, self.layout, self.padding)
+                plans = self.max_tokens, self.layout, self.padding
+                admit: Any = Lead(self.sampler, self._exchange, *plans, beside=self.prefetch > 0)
             else:
                 self._exchange.begin(self._ledger.state())
                 admit = Follow(self._exchange)

@@ -171,14 +171,21 @@ class Lead:
     """Global rank 0: admits, plans, and gives every rank its share."""
 
     def __init__(
-        self, sampler: QuotaSampler, exchange: Exchange, max_tokens: int, layout: Layout, padding: Padding
+        self,
+        sampler: QuotaSampler,
+        exchange: Exchange,
+        max_tokens: int,
+        layout: Layout,
+        padding: Padding,
+        beside: bool = False,
     ) -> None:
         self.sampler, self.exchange = sampler, exchange
         self.max_tokens, self.layout, self.padding = max_tokens, layout, padding
         self._names: dict[int, str] = {}
         self._token_ids = set[int]()  # of all media so far
-        self._demands = Latest(sampler.write_demand, "knit-demand")  # no mini-batch waits for launchers
-        sampler.hand_over = self._demands.give
+        # where a thread reads ahead, no mini-batch waits until launchers are told; elsewhere there are no threads
+        self._demands = Latest(sampler.write_demand, "knit-demand") if beside else None
+        sampler.hand_over = self._demands.give if self._demands else None
 
     def __call__(self, i: int, timeout: float, needed: bool) -> Share | End | None:
         """Mini-batch i, or None if it cannot be admitted within ``timeout`` seconds. An error reaches all ranks."""
@@ -188,7 +195,7 @@ class Lead:
                 return None
             shares = self._shares(admitted)
         except StopIteration:
-            self._demands.close()
+            self._tell()
             end = End(self.sampler.left_over(), self.sampler.dropped(), self.exchange.was_late(i))
             self.exchange.publish(i, [END + json.dumps(asdict(end)).encode()])
             return end
@@ -203,9 +210,13 @@ class Lead:
         self.sampler.tend()
 
     def close(self) -> None:
-        """The last demand is written."""
-        self._demands.close()
+        self._tell()
         self.sampler.hand_over = None
+
+    def _tell(self) -> None:
+        """The last demand is written."""
+        if self._demands is not None:
+            self._demands.close()
 
     def _shares(self, admitted: Admitted) -> list[Share]:
         mini = admitted.mini

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import INTERPRETED
 
-from knit_data.ops.segments import sums_of
+from knit_data.ops.tables import sums_of
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent

@@ -2,7 +2,7 @@
 
 One op family a file: its schema, reference, fake and public function. The C++ twin has the file's name in csrc/.
 
-    segments    tables of segments, and what is wrong with them
+    tables      tables of segments, and what is wrong with them
     dispatch    how the next two reach their kernels
     pack        rows to end-to-end tokens, and back
     segment     segments of several sources to their places, and gradients back

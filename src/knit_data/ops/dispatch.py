@@ -3,30 +3,58 @@ the same whatever is below."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from knit_data.errors import InvalidArgument
 
 T = TypeVar("T")
+# a CUDA graph would replay addresses; versions of torch without the tag are told at the launch only
+UNSAFE_IN_GRAPHS = tuple(tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None)
 
 
 def on_gpu(name: str, wrong: Callable[..., str | None], reference: Callable[..., None]) -> None:
     """Registers the Triton kernel of that name; where there is no Triton, the reference."""
 
     def kernel(*arguments: Any) -> None:
-        try:
-            from knit_data.ops import tiles
-        except ImportError:
+        tiles = _tiles()
+        if tiles is None:
             reference(*arguments)
             return
-        must_be_right(name, wrong(*arguments))
+        must_be_right(name, wrong(*arguments) or _wrong_for_a_launch(_tensors_of(arguments)))
         getattr(tiles, name)(*arguments)
 
     torch.library.impl(f"knit::{name}", "CUDA", kernel)
+
+
+@functools.cache
+def _tiles() -> Any:
+    try:
+        return importlib.import_module("knit_data.ops.tiles")
+    except ImportError as error:
+        logging.getLogger("knit_data").warning("the ops run without Triton (%s), much slower on a GPU", error)
+        return None
+
+
+def _tensors_of(arguments: Iterable[Any]) -> list[Tensor]:
+    flat = [one for a in arguments for one in (a if isinstance(a, list | tuple) else [a])]
+    return [one for one in flat if isinstance(one, Tensor)]
+
+
+def _wrong_for_a_launch(tensors: Sequence[Tensor]) -> str | None:
+    """A launch is given addresses, which hold for this call and for what lies end to end."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return "the kernels take contiguous tensors"
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph would replay the addresses of this one call; leave it out of the capture"
+    return None
 
 
 def fake(name: str, made: Callable[..., Any], wrong: Callable[..., str | None]) -> None:
@@ -37,8 +65,7 @@ def fake(name: str, made: Callable[..., Any], wrong: Callable[..., str | None]) 
     """
 
     def kernel(*arguments: Any) -> Any:
-        tensors = [one for a in arguments for one in (a if isinstance(a, (list, tuple)) else [a])]
-        if all(type(one) is Tensor for one in tensors if isinstance(one, Tensor)):
+        if all(type(one) is Tensor for one in _tensors_of(arguments)):
             must_be_right(name.rstrip("_"), wrong(*arguments))
         return made(*arguments)
 
@@ -54,6 +81,10 @@ def recorded(tensors: Sequence[Tensor]) -> bool:
     """Whether an operator on these has to go through torch's dispatcher: there is a gradient to record, or a graph, or
     a tensor that is more than one. Else its kernel can be called itself, which saves most of a tiny call's time."""
     if torch.compiler.is_compiling() or any(type(tensor) is not Tensor for tensor in tensors):
+        return True
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):
+        raise InvalidArgument("the ops have no forward-mode derivative; use the backward: autograd.grad, or vjp.")
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, whose tensors look like any other
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops.dispatch import at_least_0, fake, must_be_right, on_gpu, recorded, run
+from knit_data.ops.dispatch import UNSAFE_IN_GRAPHS, at_least_0, fake, must_be_right, on_gpu, recorded, run
 from knit_data.ops.segment import gather_segments
-from knit_data.ops.segments import bits_of, numbers_of, wrong_cu_seqlens, wrong_data, wrong_table
+from knit_data.ops.tables import bits_of, numbers_of, wrong_cu_seqlens, wrong_data, wrong_table
 
 _DEVICE = "CompositeExplicitAutograd"
 _EMPTY = "cu_seqlens is empty; without rows it is [0]"
@@ -38,6 +38,8 @@ def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, tota
     Raises:
         InvalidArgument: before anything is moved.
     """
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        raise InvalidArgument(f"pack: cu_seqlens must be a tensor of int32 or int64, found {cu_seqlens!r:.80}.")
     if isinstance(rows, Tensor):
         if cu_seqlens is None:
             raise InvalidArgument("pack: rows in one tensor need cu_seqlens, which says how long each of them is.")
@@ -48,17 +50,15 @@ def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, tota
     if not rows:
         raise InvalidArgument("pack: there are no rows, so nothing says of which dtype and shape the result is.")
     lengths = [row.shape[0] if row.dim() else 0 for row in rows]
-    if cu_seqlens is not None and torch.compiler.is_compiling():  # what is in it is not known before the graph runs
-        places = cu_seqlens[:-1]
-        columns = [torch.arange(len(rows)).to(places), torch.zeros_like(places), cu_seqlens.diff(), places]
-        segments = torch.stack(columns, 1)
-    else:
-        bounds = [0, *accumulate(lengths)] if cu_seqlens is None else _bounds("pack", cu_seqlens)
+    if cu_seqlens is None:
+        bounds = [0, *accumulate(lengths)]
         total = bounds[-1] if total is None else total
-        if cu_seqlens is not None:
-            must_be_right("pack", wrong_cu_seqlens(np.array(bounds), len(rows), max(lengths), total))
-        segments = torch.tensor([(i, 0, b - a, a) for i, (a, b) in enumerate(pairwise(bounds))])
-    packed: Tensor = gather_segments(list(rows), segments, sum(lengths) if total is None else total)
+        segments = torch.tensor([(i, 0, b - a, a) for i, (a, b) in enumerate(pairwise(bounds))], device="cpu")
+    else:
+        if total is None:
+            total = _bounds("pack", cu_seqlens)[-1]
+        segments = torch.ops.knit.segments_of_rows.default(cu_seqlens, lengths, total)
+    packed: Tensor = gather_segments(list(rows), segments, total)
     return packed
 
 
@@ -69,9 +69,10 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, length: int | None = None, pad: f
         packed: ``[T, *]``; tokens behind ``cu_seqlens[-1]`` are left out.
         cu_seqlens: ``[B + 1]`` int32 or int64 on the CPU, from 0 to at most T.
         length: at least the longest row's, which is the default. Give it under ``torch.compile``.
+        pad: up to 2**53; rounded to the dtype where that is of floats.
 
     Raises:
-        InvalidArgument: before anything is moved; also where the dtype has no such pad value.
+        InvalidArgument: before anything is moved; also where an integer dtype has no such pad value.
     """
     if length is None:
         bounds = _bounds("unpack", cu_seqlens)
@@ -89,10 +90,25 @@ def _bounds(op: str, cu_seqlens: Tensor) -> list[int]:
 
 # -- operators ---------------------------------------------------------------------------------------------------------
 
-torch.library.define("knit::pack", "(Tensor rows, Tensor cu_seqlens, SymInt total) -> Tensor")
-torch.library.define("knit::unpack", "(Tensor packed, Tensor cu_seqlens, SymInt length, float pad) -> Tensor")
-torch.library.define("knit::pack_rows", "(Tensor(a!) out, Tensor rows, Tensor cu_seqlens) -> ()")
-torch.library.define("knit::unpack_rows", "(Tensor(a!) out, Tensor packed, Tensor cu_seqlens, int pad) -> ()")
+torch.library.define("knit::pack", "(Tensor rows, Tensor cu_seqlens, SymInt total) -> Tensor", tags=UNSAFE_IN_GRAPHS)
+torch.library.define(
+    "knit::unpack", "(Tensor packed, Tensor cu_seqlens, SymInt length, float pad) -> Tensor", tags=UNSAFE_IN_GRAPHS
+)
+torch.library.define("knit::segments_of_rows", "(Tensor cu_seqlens, SymInt[] lengths, SymInt total) -> Tensor")
+torch.library.define("knit::pack_rows", "(Tensor(a!) out, Tensor rows, Tensor cu_seqlens) -> ()", tags=UNSAFE_IN_GRAPHS)
+torch.library.define(
+    "knit::unpack_rows", "(Tensor(a!) out, Tensor packed, Tensor cu_seqlens, int pad) -> ()", tags=UNSAFE_IN_GRAPHS
+)
+
+
+def _segments_of_rows(cu_seqlens: Tensor, lengths: Sequence[int], total: int) -> Tensor:
+    """``[B, 4]``: each row from its start to its bounds."""
+    bounds = numbers_of("cu_seqlens", cu_seqlens, 1)
+    if isinstance(bounds, str):
+        raise InvalidArgument(f"pack: {bounds}.")
+    must_be_right("pack", wrong_cu_seqlens(bounds, len(lengths), max(lengths), total))
+    sizes = np.diff(bounds)
+    return torch.from_numpy(np.stack([np.arange(len(sizes)), np.zeros_like(sizes), sizes, bounds[:-1]], 1))
 
 
 def _pack(rows: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
@@ -105,6 +121,7 @@ def _pack(rows: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, cu_seqlens: Tensor, length: int, pad: float) -> Tensor:
+    must_be_right("unpack", wrong_data(packed=[packed]))
     bits = bits_of(pad, packed.dtype)
 
     def work() -> Tensor:
@@ -170,6 +187,7 @@ def unpack_rows_reference(out: Tensor, packed: Tensor, cu_seqlens: Tensor, pad: 
 _KERNELS: dict[str, Callable[..., object]] = {
     "knit::pack": _pack,
     "knit::unpack": _unpack,
+    "knit::segments_of_rows": _segments_of_rows,
     "knit::pack_rows": pack_rows_reference,
     "knit::unpack_rows": unpack_rows_reference,
 }
@@ -184,6 +202,9 @@ fake(
     "unpack",
     lambda packed, cu, length, _: packed.new_empty((at_least_0(cu.numel() - 1), at_least_0(length), *packed.shape[1:])),
     lambda packed, cu, length, _: _wrong_back(packed, cu, length),
+)
+torch.library.register_fake(
+    "knit::segments_of_rows", lambda cu, lengths, _: torch.empty(len(lengths), 4, dtype=torch.int64, device=cu.device)
 )
 fake("pack_rows", lambda *_: None, _wrong_rows)
 fake("unpack_rows", lambda *_: None, _wrong_rows_back)

@@ -1,7 +1,7 @@
 """Segments of several sources to their places in one tensor, and what is found there back to the sources.
 
     sources    [A B C D], [E F]
-    segments   [[0, 1, 2, 0], [1, 0, 1, 3], [0, 1, 1, 4]]     see segments.py
+    segments   [[0, 1, 2, 0], [1, 0, 1, 3], [0, 1, 1, 4]]     see tables.py
     gathered   [B C 0 E B]
     gradients  [p q r s t] at these places: to A 0, B p + t, C q, D 0; E s, F 0
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops.dispatch import at_least_0, fake, must_be_right, on_gpu, recorded, run
-from knit_data.ops.segments import SUMS, numbers_of, wrong_data, wrong_levels, wrong_segments
+from knit_data.ops.dispatch import UNSAFE_IN_GRAPHS, at_least_0, fake, must_be_right, on_gpu, recorded, run
+from knit_data.ops.tables import SUMS, numbers_of, wrong_data, wrong_levels, wrong_segments
 
 _DEVICE = "CompositeExplicitAutograd"
 Tensors: TypeAlias = Sequence[Tensor]
@@ -35,12 +35,13 @@ def gather_segments(sources: Tensor | Tensors | Sequence[Tensors], segments: Ten
         total: rows of the result.
 
     Returns:
-        A tensor, or a tuple of them, one a level. Gradients are summed in float32 (float64 for float64) and rounded
-        once.
+        A tensor, or a tuple of them, one a level. It has gradients for float64, float32, bfloat16, float16 and
+        complex64: summed in float32 (float64 for float64) and rounded once.
 
     Raises:
         InvalidArgument: before anything is moved.
     """
+    _must_be_a_table("gather_segments", segments)
     flat, levels = _flat(sources)
     kernel = torch.ops.knit.gather_segments.default if recorded(flat) else _gather
     outs: list[Tensor] = kernel(flat, segments, total, levels or 1)
@@ -48,7 +49,11 @@ def gather_segments(sources: Tensor | Tensors | Sequence[Tensors], segments: Ten
 
 
 def scatter_segments(base: Tensor, sources: Tensor | Tensors, segments: Tensor) -> Tensor:
-    """A copy of ``base`` ``[T, *]`` with segments of the sources in their places; see ``gather_segments``."""
+    """A copy of ``base`` ``[T, *]`` with segments of the sources, of its dtype, in their places.
+
+    Base rows [a b c], sources ([d e]), segments [[0, 1, 1, 2]]: [a b e]. See ``gather_segments``, also for what raises.
+    """
+    _must_be_a_table("scatter_segments", segments)
     flat, _ = _flat(sources)
     kernel = torch.ops.knit.scatter_segments.default if recorded([base, *flat]) else _scatter
     out: Tensor = kernel(base, flat, segments)
@@ -58,6 +63,7 @@ def scatter_segments(base: Tensor, sources: Tensor | Tensors, segments: Tensor) 
 def scatter_segments_(base: Tensor, sources: Tensor | Tensors, segments: Tensor) -> Tensor:
     """Writes the segments into ``base`` and returns it. Not differentiable: see ``scatter_segments``. The sources share
     no memory with it."""
+    _must_be_a_table("scatter_segments", segments)
     flat = _flat(sources)[0]
     _no_gradient("scatter_segments_", [base, *flat], "scatter_segments")
     kernel = torch.ops.knit.scatter_segments_.default if recorded([base, *flat]) else _scatter_
@@ -77,6 +83,7 @@ def accumulate_segments(grads: Tensor | Tensors, segments: Tensor, rows: Sequenc
     Returns:
         A list of tensors, one a source; or a tuple of such, one a level. float64 for float64, else float32.
     """
+    _must_be_a_table("accumulate_segments", segments)
     levels = [grads] if isinstance(grads, Tensor) else list(grads)
     kernel = torch.ops.knit.accumulate_segments.default if recorded(levels) else _accumulate
     flat = kernel(levels, segments, list(rows))
@@ -89,11 +96,17 @@ def accumulate_segments_(
 ) -> None:
     """Adds to buffers that are there: ``buffers`` as the sources of ``gather_segments``, float64 for float64 gradients,
     else float32. They share no memory with each other."""
+    _must_be_a_table("accumulate_segments", segments)
     flat, _ = _flat(buffers)
     levels = [grads] if isinstance(grads, Tensor) else list(grads)
     _no_gradient("accumulate_segments_", [*flat, *levels], "accumulate_segments")
     kernel = torch.ops.knit.accumulate_segments_.default if recorded([*flat, *levels]) else _accumulate_
     kernel(flat, levels, segments)
+
+
+def _must_be_a_table(op: str, segments: Tensor) -> None:
+    if not isinstance(segments, Tensor):
+        raise InvalidArgument(f"{op}: segments must be a tensor [n, 4] of int32 or int64, found {segments!r:.80}.")
 
 
 def _flat(sources: Tensor | Tensors | Sequence[Tensors]) -> tuple[list[Tensor], int]:
@@ -125,12 +138,12 @@ for _name, _schema in {
     "copy_segments": "(Tensor(a!)[] outs, Tensor[] sources, Tensor segments, bool fill) -> ()",
     "add_segments": "(Tensor(a!)[] buffers, Tensor[] grads, Tensor segments) -> ()",
 }.items():
-    torch.library.define(f"knit::{_name}", _schema)
+    torch.library.define(f"knit::{_name}", _schema, tags=UNSAFE_IN_GRAPHS)
 
 
 def _gather(sources: list[Tensor], segments: Tensor, total: int, levels: int) -> list[Tensor]:
-    wrong = None if sources and len(sources) % levels == 0 else f"there are {len(sources)} sources for {levels} levels"
-    must_be_right("gather_segments", wrong)
+    fits = levels >= 1 and sources and len(sources) % levels == 0
+    must_be_right("gather_segments", None if fits else f"there are {len(sources)} sources for {levels} levels")
 
     def work() -> list[Tensor]:
         outs = _empty(sources, total, levels)
@@ -142,10 +155,9 @@ def _gather(sources: list[Tensor], segments: Tensor, total: int, levels: int) ->
 
 def _scatter_(base: Tensor, sources: list[Tensor], segments: Tensor) -> None:
     def work() -> None:
-        out = base.contiguous()
+        (out,) = _contiguous([base])
         torch.ops.knit.copy_segments.default([out], _contiguous(sources), segments.contiguous(), False)
-        if out.data_ptr() != base.data_ptr():
-            base.copy_(out)
+        _written([out], [base])
 
     run("scatter_segments", work, lambda: _wrong([base], sources, segments))
 
@@ -170,15 +182,22 @@ def _accumulate_(buffers: list[Tensor], grads: list[Tensor], segments: Tensor) -
     def work() -> None:
         outs = _contiguous(buffers)
         torch.ops.knit.add_segments.default(outs, _contiguous(grads), segments.contiguous())
-        for out, buffer in zip(outs, buffers, strict=True):
-            if out.data_ptr() != buffer.data_ptr():
-                buffer.copy_(out)
+        _written(outs, buffers)
 
+    must_be_right("accumulate_segments", _wrong_twice(buffers))
     run("accumulate_segments", work, lambda: _wrong_sum(buffers, grads, segments))
 
 
 def _contiguous(tensors: Tensors) -> list[Tensor]:
-    return [tensor.contiguous() for tensor in tensors]
+    return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+
+
+def _written(outs: Tensors, tensors: Tensors) -> None:
+    """What was written to ``outs`` belongs to ``tensors``, which autograd has to hear of."""
+    for out, tensor in zip(outs, tensors, strict=True):
+        if out.data_ptr() != tensor.data_ptr():
+            tensor.copy_(out)
+    torch.autograd.graph.increment_version(tensors)
 
 
 def _empty(sources: Tensors, total: int, levels: int) -> list[Tensor]:
@@ -196,6 +215,11 @@ def _buffers(grads: Tensors, rows: Sequence[int]) -> list[Tensor]:
 
 def _wrong_rows(rows: Sequence[int]) -> str | None:
     return None if min(rows, default=0) >= 0 else f"rows must not be negative, found {list(rows)}"
+
+
+def _wrong_twice(buffers: Tensors) -> str | None:
+    places = [buffer.data_ptr() for buffer in buffers if buffer.numel()]
+    return None if len(set(places)) == len(places) else "two of the buffers are the same memory"
 
 
 def _wrong_scatter(base: Tensor, sources: Tensors, segments: Tensor) -> str | None:
@@ -308,8 +332,15 @@ def _remember_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) ->
 
 def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None, None]:
     (segments,) = ctx.saved_tensors
-    sums = torch.ops.knit.accumulate_segments.default(list(grads), segments, ctx.rows)
-    return [one.to(ctx.dtype) for one in sums], None, None, None
+    return _summed(list(grads), segments, ctx.rows, ctx.dtype), None, None, None
+
+
+def _summed(grads: list[Tensor], segments: Tensor, rows: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of sources of this dtype; complex numbers are pairs."""
+    if dtype.is_complex:
+        pairs = [torch.view_as_real(grad.resolve_conj()) for grad in grads]
+        return [torch.view_as_complex(one) for one in _summed(pairs, segments, rows, dtype.to_real())]
+    return [one.to(dtype) for one in torch.ops.knit.accumulate_segments.default(grads, segments, rows)]
 
 
 def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -323,8 +354,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], Non
     (segments,) = ctx.saved_tensors
     blank = [grad.new_zeros((n, *grad.shape[1:])) for n in ctx.rows]
     outside = torch.ops.knit.scatter_segments.default(grad, blank, segments)
-    sums = torch.ops.knit.accumulate_segments.default([grad], segments, ctx.rows)
-    return outside, [one.to(ctx.dtype) for one in sums], None
+    return outside, _summed([grad], segments, ctx.rows, ctx.dtype), None
 
 
 def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

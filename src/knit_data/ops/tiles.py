@@ -1,6 +1,6 @@
 """The ops on a GPU: Triton kernels over a table of tiles, which the host makes from the segments.
 
-A tile is a few KB that lie together at both ends, so one kernel moves every dtype and shape, and one launch all
+A tile is some KB that lie together at both ends, so one kernel moves every dtype and shape, and one launch all
 segments of all sources and levels: no search, no program without work, and nothing waits for the device. A sum's tile
 has its occurrences beside it, in the order in which they are added: no atomics, and the same bits on every run.
 
@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from knit_data.ops.segments import Ints, numbers_of, sums_of
+from knit_data.ops.tables import Ints, numbers_of, sums_of
 
-TILE = 16_384  # bytes that a program moves
+TILE = 16_384  # bytes that a program moves at a time
 SUM_TILE = 2_048  # elements of a sum that a program keeps in registers
+PROGRAMS = 4_096  # enough for any GPU: what needs more tiles has larger ones, so that its table stays small
 _WORDS: dict[int, Any] = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # there is no product; left open, some versions of Triton warn
 _SUMMED: dict[torch.dtype, Any] = {
@@ -41,10 +42,11 @@ def copy_tiles(tiles, pad, WORD: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.co
     target = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), ALIGN)
     source = tl.multiple_of(origin.to(tl.pointer_type(WORD)), ALIGN)
     words = tl.multiple_of(tl.load(row + 2), ALIGN // (WORD.primitive_bitwidth // 8))
-    lanes = tl.arange(0, BLOCK)
     there = tl.where(origin == 0, 0, words)
-    value = tl.load(source + lanes, mask=lanes < there, other=pad)
-    tl.store(target + lanes, value, mask=lanes < words)
+    for begin in range(0, words, BLOCK):
+        lanes = begin + tl.arange(0, BLOCK)
+        value = tl.load(source + lanes, mask=lanes < there, other=pad)
+        tl.store(target + lanes, value, mask=lanes < words)
 
 
 @triton.jit
@@ -54,14 +56,16 @@ def sum_tiles(tiles, occurrences, FROM: tl.constexpr, TO: tl.constexpr, ALIGN: t
     row = tiles + 5 * tl.program_id(0).to(tl.int64)
     target = tl.multiple_of(tl.load(row).to(tl.pointer_type(TO)), ALIGN * (TO.primitive_bitwidth // 8))
     size, offset = tl.multiple_of(tl.load(row + 1), ALIGN), tl.multiple_of(tl.load(row + 2), ALIGN)
-    lanes = tl.arange(0, BLOCK)
-    inside = lanes < size
-    total = tl.load(target + lanes, mask=inside, other=0.0)
-    for i in range(tl.load(row + 3), tl.load(row + 4)):
-        at = tl.load(occurrences + i).to(tl.pointer_type(FROM))
-        source = tl.multiple_of(at, ALIGN * (FROM.primitive_bitwidth // 8)) + offset
-        total += tl.load(source + lanes, mask=inside, other=0.0).to(TO)
-    tl.store(target + lanes, total, mask=inside)
+    first, last = tl.load(row + 3), tl.load(row + 4)
+    for begin in range(0, size, BLOCK):
+        lanes = begin + tl.arange(0, BLOCK)
+        inside = lanes < size
+        total = tl.load(target + lanes, mask=inside, other=0.0)
+        for i in range(first, last):
+            at = tl.load(occurrences + i).to(tl.pointer_type(FROM))
+            source = tl.multiple_of(at, ALIGN * (FROM.primitive_bitwidth // 8)) + offset
+            total += tl.load(source + lanes, mask=inside, other=0.0).to(TO)
+        tl.store(target + lanes, total, mask=inside)
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
@@ -115,8 +119,9 @@ def add_segments(buffers: Sequence[Tensor], grads: Sequence[Tensor], segments: T
             occurrences.append(at + np.asarray(s.places) * (width * item))
             rows.append((to, s.length * width, done, done := done + len(s.places)))
     to, size, begin, end = np.array(rows, np.int64).T
-    which, offset = cut(size, SUM_TILE)
-    tiles = np.stack([to[which], np.minimum(size[which] - offset, SUM_TILE), offset, begin[which], end[which]], 1)
+    tile = _tile(size, SUM_TILE)
+    which, offset = cut(size, tile)
+    tiles = np.stack([to[which], np.minimum(size[which] - offset, tile), offset, begin[which], end[which]], 1)
     if not len(tiles):
         return
     tiles[:, 0] += offset * buffers[0].element_size()
@@ -139,11 +144,12 @@ def add_segments(buffers: Sequence[Tensor], grads: Sequence[Tensor], segments: T
 
 def _copy(out: Tensor, to: Ints, origin: Ints, size: Ints, pad: int) -> None:
     """Ranges of bytes, by their addresses; from 0: filled with ``pad``, the bits of one element."""
-    which, offset = cut(size, TILE)
+    tile = _tile(size, TILE)
+    which, offset = cut(size, tile)
     if not len(which):
         return
     origin = np.where(origin[which] == 0, 0, origin[which] + offset)
-    tiles = np.stack([to[which] + offset, origin, np.minimum(size[which] - offset, TILE)], 1)
+    tiles = np.stack([to[which] + offset, origin, np.minimum(size[which] - offset, tile)], 1)
     align = _align(int(np.bitwise_or.reduce(tiles, axis=None)), 16)
     item = out.element_size()
     word = max(min(align, 4), item)
@@ -156,6 +162,11 @@ def _copy(out: Tensor, to: Ints, origin: Ints, size: Ints, pad: int) -> None:
         copy_tiles[(len(tiles),)](
             _there(tiles, out.device), pad, WORD=_WORDS[word], ALIGN=max(align, word), BLOCK=TILE // word, **_OPTIONS
         )
+
+
+def _tile(size: Ints, least: int) -> int:
+    """A multiple of ``least``, up to 16 of them: 1 GB by 16,384 bytes are tiles of 16 times that."""
+    return least * int(min(max(size.sum() // (PROGRAMS * least), 1), 16))
 
 
 def cut(size: Ints, tile: int) -> tuple[Ints, Ints]:
@@ -182,7 +193,7 @@ def _checked(numbers: Ints | str) -> Ints:
 def _there(table: Ints, device: torch.device) -> Tensor:
     host = torch.from_numpy(np.ascontiguousarray(table))
     if device.type == "cuda":  # from pageable memory the copy would wait for the stream
-        host = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+        host = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True).copy_(host)
     return host.to(device, non_blocking=True)
 
 

@@ -150,7 +150,7 @@ def bits_of(pad: float, dtype: torch.dtype) -> int:
     """The bits of a pad value, as a signed number of 64."""
     if pad == 0 and str(pad) != "-0.0":
         return 0
-    value = torch.tensor(pad, dtype=torch.float64).to(dtype)
+    value = torch.tensor(pad, dtype=torch.float64, device="cpu").to(dtype)
     if not dtype.is_floating_point and not dtype.is_complex and float(value) != pad:
         raise InvalidArgument(f"unpack: pad={pad!r} is not a value of {dtype}.")
     width = value.element_size()

@@ -34,7 +34,7 @@ from knit_data.ops import (
     scatter_segments,
     scatter_segments_,
 )
-from knit_data.ops.segments import SUMS
+from knit_data.ops.tables import SUMS
 
 INTS = (torch.int32, torch.int64)
 TOP = 2**63 - 1

@@ -1,0 +1,132 @@
+"""What lies between the ops and their kernels: versions, derivatives that there are not, and doors to a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernels import interpreted
+from torch import Tensor
+
+from knit_data import ops
+from knit_data.errors import InvalidArgument
+from knit_data.ops.dispatch import _tiles, on_gpu
+
+SEGMENTS = torch.tensor([[0, 0, 2, 1]])
+CU = torch.tensor([0, 2, 3])
+
+
+def scattered(base: Tensor) -> None:
+    ops.scatter_segments_(base, torch.ones(2, 3), SEGMENTS)
+
+
+def accumulated(buffer: Tensor) -> None:
+    ops.accumulate_segments_(buffer, torch.ones(4, 3), SEGMENTS)
+
+
+def through_the_operator(base: Tensor) -> None:
+    torch.ops.knit.scatter_segments_.default(base, [torch.ones(2, 3)], SEGMENTS)
+
+
+def into_columns(base: Tensor) -> None:
+    ops.scatter_segments_(base.t()[:, :3], torch.ones(2, 3), SEGMENTS)
+
+
+@pytest.mark.parametrize("write", [scattered, accumulated, through_the_operator, into_columns])
+def test_a_backward_notices_what_was_written_in_place(write: Callable[[Tensor], None]) -> None:
+    base, weight = torch.ones(4, 4 if write is into_columns else 3), torch.ones((), requires_grad=True)
+    loss = (weight * base).sum()
+    write(base)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inference_tensors_are_written_to() -> None:
+    with torch.inference_mode():
+        base = torch.zeros(4, 3)
+        assert ops.scatter_segments_(base, torch.ones(2, 3), SEGMENTS).sum() == 6
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in what it imports for jvp
+def test_a_forward_derivative_is_refused_rather_than_lost() -> None:
+    rows = torch.randn(2, 2, 3)
+    with pytest.raises(InvalidArgument, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: ops.pack(x, CU, 3), (rows,), (rows,))
+
+
+def test_complex_sources_get_the_gradients_of_slices() -> None:
+    source = torch.randn(4, 3, dtype=torch.complex64, requires_grad=True)
+    segments = torch.tensor([[0, 1, 2, 0], [0, 2, 2, 2]])
+    weights = torch.randn(4, 3, dtype=torch.complex64)
+
+    def gradient(gathered: Tensor) -> Tensor:
+        return torch.autograd.grad((gathered * weights).abs().square().sum(), source)[0]
+
+    wanted = gradient(torch.cat([source[1:3], source[2:4]]))
+    assert torch.equal(gradient(ops.gather_segments(source, segments, 4)), wanted)
+    base = torch.zeros(4, 3, dtype=torch.complex64)
+    assert torch.equal(gradient(ops.scatter_segments(base, source, segments)), wanted)
+
+
+def test_the_same_memory_twice_is_refused() -> None:
+    buffer = torch.zeros(2, 3)
+    with pytest.raises(InvalidArgument, match="two of the buffers are the same memory"):
+        ops.accumulate_segments_([buffer, buffer], torch.ones(4, 3), torch.tensor([[0, 0, 2, 0], [1, 0, 2, 2]]))
+    assert not buffer.any()
+
+
+def test_half_precision_sums_do_not_depend_on_how_the_thread_treats_tiny_numbers() -> None:
+    tiny = torch.tensor([[2.0**-24, 2.0**-15, 1023 * 2.0**-24, -(2.0**-14), float("inf")]], dtype=torch.float16)
+    before = ops.accumulate_segments(tiny, torch.tensor([[0, 0, 1, 0]]), [1])[0]
+    assert torch.equal(before, tiny.float())
+    if torch.set_flush_denormal(True):
+        try:
+            after = ops.accumulate_segments(tiny, torch.tensor([[0, 0, 1, 0]]), [1])[0]
+        finally:
+            torch.set_flush_denormal(False)
+        assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("cu", "total", "words"),
+    [([0, 2, 3], None, None), ([1, 2, 3], 3, "goes from 1 to 3"), ([0, 2], 3, "has 2 entries for 2 rows")],
+)
+def test_a_list_of_rows_is_packed_alike_in_a_graph(
+    compiled: bool, cu: list[int], total: int | None, words: str | None
+) -> None:
+    def packed(a: Tensor, b: Tensor, cu: Tensor) -> Tensor:
+        return ops.pack([a, b], cu, 3 if compiled and total is None else total)
+
+    run = torch.compile(packed, backend="aot_eager", fullgraph=True) if compiled else packed
+    a, b = torch.randn(3, 2), torch.randn(2, 2)
+    if words is None:
+        assert torch.equal(run(a, b, torch.tensor(cu)), torch.cat([a[:2], b[:1]]))
+    else:
+        with pytest.raises(InvalidArgument, match=words):
+            run(a, b, torch.tensor(cu))
+
+
+@pytest.mark.skipif(_tiles() is None, reason="needs Triton")
+def test_a_launch_takes_what_lies_end_to_end_only() -> None:
+    out, rows = torch.zeros(3, 4), torch.ones(2, 2, 2)
+    with pytest.raises(InvalidArgument, match="the kernels take contiguous tensors"):
+        interpreted()["pack_rows"](out[:, :2], rows, CU)
+    assert not out.any()
+
+
+def test_without_triton_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = list[str]()
+    monkeypatch.setattr("knit_data.ops.dispatch._tiles", lambda: None)
+    monkeypatch.setattr(torch.library, "impl", lambda _name, _key, kernel: kernel(1, 2))
+    on_gpu("pack_rows", lambda *_: "never asked", lambda *arguments: called.append(str(arguments)))
+    assert called == ["(1, 2)"]
+
+
+@pytest.mark.parametrize(
+    "call", [lambda t: ops.gather_segments(torch.ones(2, 3), t, 4), lambda t: ops.pack(torch.ones(2, 2), t)]
+)
+def test_a_table_that_is_no_tensor_is_refused(call: Callable[[object], Tensor]) -> None:
+    with pytest.raises(InvalidArgument, match="must be a tensor"):
+        call([[0, 0, 1, 0]])
