@@ -876,8 +876,16 @@ def test_a_demand_that_cannot_be_written_does_not_stop_training():
         assert sum(len(micro.infos) for mini in run for micro in mini) > 0
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_no_mini_batch_waits_for_its_demand_and_the_last_one_is_written(prefetch, monkeypatch):
+def test_without_threads_launchers_are_told_before_a_mini_batch_is_handed_out():
+    store, steps = fill(kd.TrajectoryStore("memory://"), 24), 0
+    with loader(store, options={"prefetch": 0}) as run:
+        for mini in run:
+            steps += len(list(mini)) > 0
+            assert store.demand().train_batch == steps // run.sampler.sizes.clock.steps
+    assert steps > 4
+
+
+def test_no_mini_batch_waits_for_its_demand_and_the_last_one_is_written(monkeypatch):
     store = fill(kd.TrajectoryStore("memory://"), 24)
     go, real = threading.Event(), store.publish_demand
 
@@ -886,7 +894,7 @@ def test_no_mini_batch_waits_for_its_demand_and_the_last_one_is_written(prefetch
         real(demand)
 
     monkeypatch.setattr(store, "publish_demand", held)
-    with loader(store, options={"prefetch": prefetch}) as run:
+    with loader(store, options={"prefetch": 2}) as run:
         assert min(len(list(next(run))) for _ in range(3)) > 0
         assert store.outlook() is None, "three are trained, and nothing was written yet"
         go.set()
@@ -894,6 +902,6 @@ def test_no_mini_batch_waits_for_its_demand_and_the_last_one_is_written(prefetch
             list(mini)
         assert store.demand().train_batch == 3, "the end of the loop comes after the last demand"
     store = fill(kd.TrajectoryStore("memory://"), 24)
-    with loader(store, options={"prefetch": prefetch}) as run:
+    with loader(store, options={"prefetch": 2}) as run:
         assert min(len(list(next(run))) for _ in range(4)) > 0
     assert store.demand().train_batch == 1, "and so does close"
