@@ -6,12 +6,6 @@
 #include <cstring>
 #include <vector>
 
-#include <unistd.h>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -41,7 +35,6 @@ struct Move {
 constexpr int64_t kSerial = int64_t{512} << 10;  // bytes below which a second thread costs more than it brings
 constexpr int64_t kGrain = int64_t{64} << 10;
 constexpr int64_t kStreamed = 4096;              // bytes of one range below which it is not worth it
-constexpr int64_t kFresh = int64_t{4} << 20;     // bytes from which new memory is looked at: two large pages
 // Bytes above which what is written will hardly be in a cache when it is read: a core's share of the last cache is smaller.
 // What sysconf says about that one is a socket's or a host's.
 constexpr int64_t kStream = int64_t{8} << 20;
@@ -72,26 +65,12 @@ inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t size) {
 // A value of 1, 2, 4 or 8 bytes, to fill with.
 class Pad {
  public:
-  explicit Pad(uint64_t bits = 0, size_t width = 1) : width_(width) {
+  explicit Pad(uint64_t bits = 0, size_t width = 1) {
     for (size_t i = 0; i < sizeof block_; i += width) std::memcpy(block_ + i, &bits, width);  // little endian
     same_ = std::memcmp(block_, block_ + 1, sizeof block_ - 1) == 0;
   }
 
-  void fill(uint8_t* to, int64_t size, bool stream) const {
-#if defined(__SSE2__)
-    const int64_t head = (16 - reinterpret_cast<uintptr_t>(to) % 16) % 16;
-    if (stream && size >= kStreamed && head % static_cast<int64_t>(width_) == 0) {
-      std::memcpy(to, block_, static_cast<size_t>(head));
-      const __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block_));
-      for (to += head, size -= head; size >= 64; to += 64, size -= 64) {
-        __m128i* write = reinterpret_cast<__m128i*>(to);
-        _mm_stream_si128(write, value);
-        _mm_stream_si128(write + 1, value);
-        _mm_stream_si128(write + 2, value);
-        _mm_stream_si128(write + 3, value);
-      }
-    }
-#endif
+  void fill(uint8_t* to, int64_t size) const {
     if (same_) {
       std::memset(to, block_[0], static_cast<size_t>(size));
       return;
@@ -102,13 +81,13 @@ class Pad {
 
  private:
   uint8_t block_[64];
-  size_t width_;
   bool same_;  // all bytes are: zeros, booleans, bytes
 };
 
 class Mover {
  public:
-  // made: what is written was made for this, whole, and may be new memory.
+  // made: what is written was made for this. Memory of some size is then new to the process, and cleared by the system
+  // page by page as it is first written: it is in the cache.
   Mover(Pad pad, bool made) : pad_(pad), made_(made) {}
 
   void add(uint8_t* to, const uint8_t* from, int64_t size) {
@@ -123,7 +102,7 @@ class Mover {
       for (const Move& move : moves_) part(move, 0, move.size, false);
       return;
     }
-    const bool stream = !(made_ && total_ >= kFresh && fresh()) && total_ >= kStream;
+    const bool stream = !made_ && total_ >= kStream;
     torch::stable::parallel_for(0, total_ / 64, kGrain / 64, [&](int64_t first, int64_t last) {
       const int64_t begin = 64 * first, end = last == total_ / 64 ? total_ : 64 * last;
       size_t i = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
@@ -139,35 +118,11 @@ class Mover {
   }
 
  private:
-  // New tensors of this size are memory that malloc takes from the system, which clears each page when it is first
-  // written. Then the page is in the cache, and going around that would cost; and a page of 4 KB at a time, the clearing
-  // takes five times as long as the copy. All of it will be written here, so large pages waste nothing.
-  bool fresh() const {
-#if defined(__linux__)
-    static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    const auto smaller = [](const Move& a, const Move& b) { return a.size < b.size; };
-    const Move& most = *std::max_element(moves_.begin(), moves_.end(), smaller);
-    const uintptr_t middle = (reinterpret_cast<uintptr_t>(most.to) + most.size / 2) / page * page;
-    unsigned char there = 1;
-    if (mincore(reinterpret_cast<void*>(middle), page, &there) != 0 || (there & 1) != 0) return false;
-    for (size_t i = 0; i < moves_.size();) {
-      uint8_t *begin = moves_[i].to, *end = begin;
-      for (; i < moves_.size() && moves_[i].to == end; ++i) end += moves_[i].size;
-      const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
-      const uintptr_t last = reinterpret_cast<uintptr_t>(end) / page * page;
-      if (last >= first + kFresh / 2) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint
-    }
-    return true;
-#else
-    return false;
-#endif
-  }
-
   void part(const Move& move, int64_t begin, int64_t end, bool stream) const {
     uint8_t* to = move.to + begin;
     const int64_t size = end - begin;
     if (move.from == nullptr) {
-      pad_.fill(to, size, stream);
+      pad_.fill(to, size);
     } else if (stream && size >= kStreamed) {
       stream_copy(to, move.from + begin, size);
     } else {
