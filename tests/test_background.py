@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -81,11 +81,17 @@ def test_the_newest_wins_and_close_waits_for_it() -> None:
 
 
 def test_an_error_is_raised_by_the_next_one_given_once_and_stops_nothing() -> None:
-    slow = Slow()
+    slow, failed = Slow(), threading.Event()
+
+    class Noted(deque[BaseException]):
+        def append(self, error: BaseException) -> None:
+            super().append(error)
+            failed.set()
+
+    slow.latest._errors = Noted(maxlen=1)
     slow.go.release(3)
     slow.latest.give(-1)
-    while not slow.latest._errors:  # until the call has failed
-        time.sleep(0.001)
+    assert failed.wait(HANG)
     with pytest.raises(ValueError, match="-1"):
         slow.latest.give(1)
     slow.latest.give(2)

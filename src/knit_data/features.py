@@ -85,15 +85,15 @@ class Gathering:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Gathering:
-        sources, rows, total = dict[int, Call | Features](), [], 0
-        numbers = dict[int, int]()
+        sources, numbers, rows, total = list[Call | Features](), dict[int, int](), [], 0
         for features, first, n in pieces:
             source = features.call or features
             number = numbers.setdefault(id(source), len(numbers))
-            sources[number] = source
+            if number == len(sources):
+                sources.append(source)
             rows.append((number, first + (features.first if features.call else 0), n, total))
             total += n
-        return cls(list(sources.values()), torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4), total)
+        return cls(sources, torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4), total)
 
     def run(self) -> Levels:
         """``[total, d]`` of each level, in one launch for those of one dtype."""

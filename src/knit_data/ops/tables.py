@@ -13,7 +13,7 @@ Tables are int32 or int64, on the CPU: what is to be done is known there, and no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -153,8 +153,8 @@ def bits_of(pad: float, dtype: torch.dtype) -> int:
     value = torch.tensor(pad, dtype=torch.float64, device="cpu").to(dtype)
     if not dtype.is_floating_point and not dtype.is_complex and float(value) != pad:
         raise InvalidArgument(f"unpack: pad={pad!r} is not a value of {dtype}.")
-    width = value.element_size()
-    return int(value.view(_SIGNED[width]).item()) if width > 1 else int(value.view(torch.uint8).item())
+    kind = _BITS.get(value.element_size())
+    return 0 if kind is None else int(value.view(kind).item())  # a wider dtype the op refuses
 
 
-_SIGNED: dict[int, Any] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
