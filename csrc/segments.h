@@ -9,6 +9,13 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; before it an error
+#endif
+#endif
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -34,6 +41,7 @@ struct Move {
 
 constexpr int64_t kSerial = int64_t{512} << 10;  // bytes below which a second thread costs more than it brings
 constexpr int64_t kGrain = int64_t{64} << 10;
+constexpr int64_t kTouched = int64_t{256} << 10;  // bytes of new memory to ask for at once: in the cache when written
 constexpr int64_t kStreamed = 4096;              // bytes of one range below which it is not worth it
 // Bytes above which what is written will hardly be in a cache when it is read: a core's share of the last cache is smaller.
 // What sysconf says about that one is a socket's or a host's.
@@ -59,6 +67,23 @@ inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t size) {
   std::memcpy(to + i, from + i, static_cast<size_t>(size - i));
 #else
   std::memcpy(to, from, static_cast<size_t>(size));
+#endif
+}
+
+// Of memory about to be written: asks the system for its pages in one call, instead of by a fault for each, which takes a
+// third less time. Not if its first page is there; whether the system complies makes no difference.
+inline void first_touch(uint8_t* to, int64_t size) {
+#if defined(__linux__)
+  static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(to) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(to) + static_cast<uintptr_t>(size)) / page * page;
+  unsigned char there = 0;
+  if (begin < end && mincore(reinterpret_cast<void*>(begin), page, &there) == 0 && (there & 1) == 0) {
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE);
+  }
+#else
+  (void)to;
+  (void)size;
 #endif
 }
 
@@ -99,17 +124,16 @@ class Mover {
 
   void run() const {
     if (total_ <= kSerial) {
-      for (const Move& move : moves_) part(move, 0, move.size, false);
+      range(0, total_, false);
       return;
     }
     const bool stream = !made_ && total_ >= kStream;
     torch::stable::parallel_for(0, total_ / 64, kGrain / 64, [&](int64_t first, int64_t last) {
-      const int64_t begin = 64 * first, end = last == total_ / 64 ? total_ : 64 * last;
-      size_t i = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
-      for (int64_t at = begin; at < end; ++i) {
-        const int64_t start = ends_[i] - moves_[i].size, stop = std::min(ends_[i], end);
-        part(moves_[i], at - start, stop - start, stream);
-        at = stop;
+      const int64_t end = last == total_ / 64 ? total_ : 64 * last;
+      for (int64_t at = 64 * first; at < end; at += kTouched) {
+        const int64_t stop = std::min(at + kTouched, end);
+        if (made_ && place(stop - 1) - place(at) == stop - 1 - at) first_touch(place(at), stop - at);
+        range(at, stop, stream);
       }
 #if defined(__SSE2__)
       if (stream) _mm_sfence();
@@ -118,6 +142,24 @@ class Mover {
   }
 
  private:
+  // Bytes `at` to `end` of all that is written.
+  void range(int64_t at, int64_t end, bool stream) const {
+    for (size_t i = which(at); at < end; ++i) {
+      const int64_t start = ends_[i] - moves_[i].size, stop = std::min(ends_[i], end);
+      part(moves_[i], at - start, stop - start, stream);
+      at = stop;
+    }
+  }
+
+  size_t which(int64_t at) const {
+    return static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), at) - ends_.begin());
+  }
+
+  uint8_t* place(int64_t at) const {
+    const size_t i = which(at);
+    return moves_[i].to + (at - (ends_[i] - moves_[i].size));
+  }
+
   void part(const Move& move, int64_t begin, int64_t end, bool stream) const {
     uint8_t* to = move.to + begin;
     const int64_t size = end - begin;

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from knit_data.ops.dispatch import on_gpu
 from knit_data.ops.pack import _wrong_rows, _wrong_rows_back, pack_rows_reference, unpack_rows_reference
-from knit_data.ops.segment import _wrong_copy, _wrong_sum, add_segments_reference, copy_segments_reference
+from knit_data.ops.segment import _wrong, _wrong_sum, add_segments_reference, copy_segments_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REFERENCES: dict[str, Callable[..., None]] = {
@@ -31,7 +31,7 @@ REFERENCES: dict[str, Callable[..., None]] = {
 WRONG: dict[str, Callable[..., str | None]] = {
     "pack_rows": _wrong_rows,
     "unpack_rows": _wrong_rows_back,
-    "copy_segments": _wrong_copy,
+    "copy_segments": _wrong,
     "add_segments": _wrong_sum,
 }
 FLAVOURS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -143,11 +143,29 @@ def check(micro: kd.MicroBatch, stored: Stored, padding: kd.Padding, cap: int) -
     starts, tokens = starts_of(micro), {*members[0].tokens, "loss_mask", "position_ids"}
     for name in tokens:
         assert torch.equal(micro.targets(name), shifted(micro, name, starts)), name
+        check_rows(micro, name, starts)
     for name in members[0].values:
         assert torch.equal(micro.to_tokens(name), spread(micro, name, starts)), name
     # labels are the targets of input_ids where the mask's targets are not 0
     targets = torch.where(micro.targets("loss_mask") != 0, micro.targets("input_ids").to(torch.int64), -100)
     assert torch.equal(targets, micro["labels"])
+
+
+def check_rows(micro: kd.MicroBatch, name: str, starts: Sequence[int]) -> None:
+    """A row for each trajectory, and back to where its tokens are; bit by bit, so NaN is itself."""
+    column, rows = micro[name], micro.unpack(micro[name])
+    lengths = [info.n_tokens for info in micro.infos]
+    tokens = flat(column, micro["input_ids"])
+    wanted = [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+    assert rows.dtype == column.dtype and bits(rows) == bits(torch.nn.utils.rnn.pad_sequence(wanted, batch_first=True))
+    back = torch.zeros_like(tokens)
+    for start, row in zip(starts, wanted, strict=True):
+        back[start : start + len(row)] = row
+    assert bits(micro.pack(rows)) == bits(back.view(column.shape))
+
+
+def bits(x: Tensor) -> tuple[torch.Size, bytes]:
+    return x.shape, bytes(x.contiguous().view(torch.uint8).numpy()) if x.numel() else b""
 
 
 # -- the worked example ------------------------------------------------------------------------------------------------
@@ -329,6 +347,27 @@ def test_names_that_are_not_there_are_named():
                     micro.to_tokens("logprobs")
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_gradients_go_through_rows_and_back(layout):
+    options = {"layout": layout, "padding": kd.Padding(sequence_to=4, total_to=8)}
+    with one_batch(put([group("g", 3, lengths=[5, 2, 3])]), 1, options=options) as run:
+        (micro,) = next(iter(run))
+    shape, here = micro["input_ids"].shape, micro.rows < 3
+    x = torch.randn(*shape, 2, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(3, 5, 2, dtype=torch.float64)
+    (micro.unpack(x) * weights).sum().backward()
+    assert torch.equal(x.grad, micro.pack(weights)) and not flat(x.grad, micro["input_ids"])[~here].any()
+    assert torch.autograd.gradcheck(lambda rows: micro.pack(micro.unpack(micro.pack(rows))), weights.requires_grad_())
+    for wrong in (x[None], x.flatten(), x[:1]):
+        with pytest.raises(kd.InvalidArgument, match=r"an entry for each of input_ids, found"):
+            micro.unpack(wrong)
+    for wrong in (weights[:2], weights[:, :4], weights[0, 0]):
+        with pytest.raises(kd.InvalidArgument, match=r"\[3, at least 5, \*\], a row for each trajectory, found"):
+            micro.pack(wrong)
+    longer = torch.nn.functional.pad(weights, (0, 0, 0, 3))
+    assert torch.equal(micro.pack(longer), micro.pack(weights))  # rows may be longer than the longest
+
+
 # -- padding micro-batches ---------------------------------------------------------------------------------------------
 
 
@@ -350,6 +389,9 @@ def test_a_padding_micro_batch(layout):
     assert micro["reward"].shape == (0,) and micro["v"].shape == (0, 3)
     assert not micro.to_tokens("reward").any() and micro.to_tokens("v").shape == (*shape, 3)
     assert micro["cu_seqlens"].tolist() == [0, 2]
+    rows = micro.unpack(torch.randn(*shape, 3, requires_grad=True))
+    assert rows.shape == (0, 0, 3) and rows.requires_grad  # a rank with nothing to do makes the same graph
+    assert torch.equal(micro.pack(rows), torch.zeros(*shape, 3))
 
 
 def empty(run: kd.TrajectoryLoader, mini: kd.MiniBatch) -> kd.MicroBatch:

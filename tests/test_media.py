@@ -45,6 +45,9 @@ def test_features_belong_where_the_placeholders_are(members, layout, multiple):
             media = micro.media
             ids = micro["input_ids"].reshape(-1)
             assert media.slots.tolist() == (ids == IMAGE).nonzero()[:, 0].tolist()
+            sources = [at + i for _, at, n, _ in media.segments.tolist() for i in range(n)]
+            places = [at + i for _, _, n, at in media.segments.tolist() for i in range(n)]
+            assert sources == list(range(media.n_tokens)) and places == media.slots.tolist()
             assert media.n_tokens == len(media.slots) and media.token_ids == ({IMAGE} if len(media.slots) else set())
             wanted = []
             for info in micro.infos:

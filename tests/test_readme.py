@@ -75,7 +75,7 @@ def test_the_readme_launches(tmp_path, monkeypatch):
     trainer = threading.Thread(target=train)
     trainer.start()
     facts = {"kd": kd, "store": store, "respond": respond, "next_prompt": next_prompt}
-    exec(compile(BLOCKS[5], "README.md", "exec"), facts)  # the last group comes after the seal
+    exec(compile(BLOCKS[6], "README.md", "exec"), facts)  # the last group comes after the seal
     trainer.join(60)
     assert not trainer.is_alive()
     whole = len(trained) // 32  # train batches of 4 groups of 8; one that the seal cut short promises no quota
@@ -107,9 +107,28 @@ def test_the_readme_packs():
     assert [one[:, 0].tolist() for one in facts["gradients"]] == [[1, 1, 1, 1], [0, 0, 1, 1]]
 
 
+def test_the_readme_has_a_ratio_per_sequence():
+    from makers import fill, loader
+
+    for layout in ("packed", "padded"):
+        with loader(fill(kd.TrajectoryStore("memory://"), 4), options={"layout": layout}) as run:
+            micro = next(iter(next(iter(run))))
+        logprobs = torch.randn(micro["labels"].shape, requires_grad=True)
+        facts: dict[str, Any] = {"micro": micro, "logprobs": logprobs}
+        exec(compile(BLOCKS[5], "README.md", "exec"), facts)
+        difference = ((logprobs - micro.targets("logprobs")) * micro.targets("loss_mask")).flatten()
+        wanted = [difference[micro.rows == i].sum() for i in range(len(micro.infos))]
+        counts = [
+            max(int((micro.targets("loss_mask").flatten()[micro.rows == i]).sum()), 1) for i in range(len(wanted))
+        ]
+        torch.testing.assert_close(facts["ratio"], (torch.stack(wanted) / torch.tensor(counts)).exp())
+        facts["ratio"].sum().backward()
+        assert logprobs.grad is not None and logprobs.grad.count_nonzero() == sum(counts)
+
+
 def test_the_readme_mixes():
     facts = {"kd": kd}
-    exec(compile(BLOCKS[6], "README.md", "exec"), facts)
+    exec(compile(BLOCKS[7], "README.md", "exec"), facts)
     for name in ("shares", "crossing", "tied", "paced"):
         quotas = facts[name] if isinstance(facts[name], kd.Quotas) else kd.Quotas(facts[name])
         assert QuotaSeats(quotas, 16, None, 4).left == 16

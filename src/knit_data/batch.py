@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from knit_data import ops
 from knit_data.errors import InvalidArgument
-from knit_data.infos import InfoTable, TrajectoryInfo
+from knit_data.infos import Array, InfoTable, TrajectoryInfo
 from knit_data.media import MediaBatch
 
 
@@ -35,6 +37,7 @@ class MicroBatch(Mapping[str, Tensor]):
     is_last: bool  # of its pass over the mini-batch
     columns: frozenset[str]  # names with an entry per token
     rows: Tensor  # int32, per slot: which of infos it belongs to; len(infos) on padding
+    starts: Array  # int64 [n], on the host: the slot of each trajectory's first token
     masked: tuple[str, ...] = ()  # ids whose data was corrupt and is masked out
     media: MediaBatch = field(default_factory=MediaBatch)
     restarts: bool = True  # position_ids rise by one inside each trajectory and only there
@@ -86,6 +89,42 @@ class MicroBatch(Mapping[str, Tensor]):
         filled = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
         return filled.index_select(0, self.rows).view(*self.tensors["input_ids"].shape, *value.shape[1:])
 
+    def unpack(self, tokens: Tensor) -> Tensor:
+        """A per-token tensor with a row for each trajectory, in the order of ``infos``, zeros behind its tokens.
+
+        ``[T, *]`` or ``[B, L, *]`` -> ``[n, tokens of the longest, *]``, with gradients and on every run the same bits.
+        For what is done along a sequence (returns, a mean per response) in either layout: log-ratios [a b c d e] of
+        trajectories of 2 and 3 tokens are [[a b 0] [c d e]], so ``.sum(1)`` is one number each.
+        """
+        shape = self.tensors["input_ids"].shape
+        if tokens.shape[: len(shape)] != shape:
+            raise InvalidArgument(
+                f"unpack: needs a tensor {[*shape]} + [*], an entry for each of input_ids, found {[*tokens.shape]}."
+            )
+        n, lengths = len(self.numbers), self._lengths
+        longest = int(lengths.max(initial=0))
+        segments = _segments(self.starts, lengths, np.arange(n) * longest)
+        flat: Tensor = ops.gather_segments(tokens.flatten(0, len(shape) - 1), segments, n * longest)
+        return flat.view(n, longest, *flat.shape[1:])
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """The way back: ``[n, at least the longest, *]`` -> ``[T, *]`` or ``[B, L, *]``, zeros on padding."""
+        n, lengths = len(self.numbers), self._lengths
+        if rows.ndim < 2 or len(rows) != n or rows.shape[1] < lengths.max(initial=0):
+            raise InvalidArgument(
+                f"pack: needs a tensor [{n}, at least {lengths.max(initial=0)}, *], a row for each trajectory, found "
+                f"{[*rows.shape]}."
+            )
+        shape = self.tensors["input_ids"].shape
+        segments = _segments(np.arange(n) * rows.shape[1], lengths, self.starts)
+        flat: Tensor = ops.gather_segments(rows.flatten(0, 1), segments, shape.numel())
+        return flat.view(*shape, *flat.shape[1:])
+
+    @property
+    def _lengths(self) -> Array:
+        """Tokens of each trajectory."""
+        return self.table.columns["n_tokens"][self.numbers.start : self.numbers.stop]
+
     def prompts_have(self, token_ids: Iterable[int]) -> Tensor:
         """Whether any of these ids stands before the first token with a loss of a trajectory: bool, on the device."""
         ids, rows = self.tensors["input_ids"].reshape(-1), self.rows.long()
@@ -132,3 +171,8 @@ class MicroBatch(Mapping[str, Tensor]):
         ends, total = self.tensors["cu_seqlens"], len(self.tensors["input_ids"])
         begin = ends[:-1].repeat_interleave(ends.diff(), output_size=total)  # its size is known: no wait for the device
         return torch.arange(total, dtype=dtype, device=ends.device) - begin
+
+
+def _segments(first: Array, lengths: Array, places: Array) -> Tensor:
+    """Of one source, as the ops take them."""
+    return torch.from_numpy(np.stack([np.zeros_like(first), first, lengths, places], 1).astype(np.int64, copy=False))

@@ -118,6 +118,7 @@ class Collator:
             j + 1 == share.count,
             frame.per_token,
             tensor(frame[ROWS]),
+            sheet.slots.starts,
             tuple(share.table[sheet.rows[i]].id for i in masked),
             self._media(share, j, pieces, token_ids, tensor(frame[SLOTS]), taken),
             told_apart,
@@ -225,13 +226,17 @@ class Collator:
                 f"Padding(token_id={self.padding.token_id}) is the placeholder of this mini-batch's media: a model "
                 "could not tell padding from images. Pass the tokenizer's pad id."
             )
-        digests = share.table.media.columns["digest"]
+        digests, done, segments = share.table.media.columns["digest"], 0, []
+        for _, _, n, slot in pieces:
+            segments.append((0, done, n, slot))
+            done += n
         which = {u: k for k, u in enumerate(sorted({u for u, *_ in pieces}))}
         return MediaBatch(
             digests=tuple(digests[u].tobytes().hex() for u in which),
             fresh=taken[0],
             pieces=tuple((which[u], first, n) for u, first, n, _ in pieces),
             slots=at.view(torch.int64),
+            segments=torch.tensor(segments, dtype=torch.int64, device="cpu").view(-1, 4),
             token_ids=token_ids,
             patches=share.patches[j],
             rank=share.rank,

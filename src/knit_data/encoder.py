@@ -21,9 +21,8 @@ from knit_data.batch import MicroBatch
 from knit_data.errors import InvalidArgument, InvalidTrajectory, UsageError
 from knit_data.features import Call, Features, Levels, Visit, gather, gather_with_gradient
 from knit_data.grad_sync import GradSync
-from knit_data.media import MediaBatch, Medium
+from knit_data.media import MediaBatch, Medium, inputs_of
 from knit_data.minibatch import MiniBatch
-from knit_data.pixels import finish
 from knit_data.recent import Recent
 from knit_data.surroundings import State, Surroundings, Tower
 
@@ -364,7 +363,7 @@ class SharedEncoder:
             )
 
 
-# -- chunks and inputs -------------------------------------------------------------------------------------------------
+# -- chunks -------------------------------------------------------------------------------------------------
 
 
 def chunks(costs: Sequence[int], limit: int) -> list[tuple[int, int]]:
@@ -378,23 +377,3 @@ def chunks(costs: Sequence[int], limit: int) -> list[tuple[int, int]]:
             lo, total = i, 0
         total += cost
     return [*out, (lo, len(costs))] if costs else []
-
-
-def inputs_of(media: Sequence[Medium], device: torch.device) -> dict[str, Tensor]:
-    """What ``encode`` gets: images of uint8 pixels finished, each tensor concatenated over media on dim 0."""
-    finished = [finish(m.tensors, device) for m in media]
-    names = finished[0].keys()
-    for m, tensors in zip(media, finished, strict=True):
-        if tensors.keys() != names:
-            raise InvalidArgument(
-                f"media of one micro-batch have different tensors: {sorted(names)} ({media[0].kind}) and "
-                f"{sorted(tensors)} ({m.kind}); an encoder takes one kind, so train on them in runs of their own."
-            )
-    try:
-        return {name: torch.cat([tensors[name] for tensors in finished]) for name in names}
-    except RuntimeError as e:
-        shapes = [{name: list(x.shape) for name, x in tensors.items()} for tensors in finished]
-        raise InvalidArgument(
-            f"media {[m.digest[:12] for m in media]} cannot be concatenated on dim 0, their shapes are {shapes}. Store "
-            "tensors that differ in dim 0 only."
-        ) from e

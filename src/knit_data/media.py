@@ -20,8 +20,10 @@ from torch import Tensor
 
 from knit_data.arena import ALIGN, ArenaPool, capacity
 from knit_data.blueprint import Sheet
-from knit_data.errors import CorruptData, KnitError, ShortRead
+from knit_data.errors import CorruptData, InvalidArgument, KnitError, ShortRead
 from knit_data.infos import Array
+from knit_data.ops import pack
+from knit_data.pixels import finish
 from knit_data.recent import Recent
 from knit_data.share import Share
 from knit_data.store.head import torch_dtype
@@ -43,13 +45,19 @@ class Medium:
     held: int  # bytes of host memory that go with it
 
 
+_NO_SLOTS = torch.zeros(0, dtype=torch.int64, device="cpu")  # never written to
+_NO_SEGMENTS = torch.zeros(0, 4, dtype=torch.int64, device="cpu")
+
+
 @dataclass(frozen=True, eq=False)
 class MediaBatch:
     """``micro.media``: what a micro-batch uses, what of it is new here, and where features go.
 
     Two images of 2 and 3 features, in a packed micro-batch with placeholders at 1-2 (the first), 7-9 (the second) and
-    13-14 (the first again): ``digests`` names two, ``n_tokens`` is 7, ``pieces`` are (0, 0, 2), (1, 0, 3), (0, 0, 2)
-    and ``slots`` [1, 2, 7, 8, 9, 13, 14]. So ``embeddings.view(-1, d)[micro.media.slots] = encoder(micro)``.
+    13-14 (the first again): ``digests`` names two, ``n_tokens`` is 7, ``pieces`` are (0, 0, 2), (1, 0, 3), (0, 0, 2),
+    ``segments`` [0, 0, 2, 1], [0, 2, 3, 7], [0, 5, 2, 13], ``slots`` [1, 2, 7, 8, 9, 13, 14]. So a backbone's input is
+    ``kd.ops.scatter_segments(embeddings.view(-1, d), encoder(micro), micro.media.segments)``, or with an index
+    ``embeddings.view(-1, d)[micro.media.slots] = encoder(micro)``.
 
     An encoder runs for ``new`` only; ``None`` stands for a medium whose bytes are corrupt, all users of which are
     masked. ``patches`` has, for every rank, the cost of each medium that is new there in this micro-batch: ranks which
@@ -59,7 +67,8 @@ class MediaBatch:
     digests: tuple[str, ...] = ()
     fresh: tuple[Medium | None, ...] = ()  # see new
     pieces: tuple[tuple[int, int, int], ...] = ()  # which of digests, its first feature, how many; in token order
-    slots: Tensor = torch.zeros(0, dtype=torch.int64)  # noqa: RUF009 - never written to; [n_tokens] among B * L or T
+    slots: Tensor = _NO_SLOTS  # [n_tokens] among B * L or T
+    segments: Tensor = _NO_SEGMENTS  # the same as kd.ops take it, on the host: [pieces, 4]
     token_ids: frozenset[int] = frozenset()  # what stands at these slots; -1: several ids in one span
     patches: tuple[tuple[int, ...], ...] = ()  # [ranks]
     rank: int = 0  # which of them is this one
@@ -254,6 +263,26 @@ def pieces_of(share: Share, sheet: Sheet, masked: Sequence[int]) -> tuple[Pieces
         done = (done + length) % int(tokens[u])  # a medium's spans follow each other, not always in token order
         ids.add(token)
     return sorted(out, key=itemgetter(3)), frozenset(ids)
+
+
+def inputs_of(media: Sequence[Medium], device: torch.device) -> dict[str, Tensor]:
+    """What ``encode`` gets: images of uint8 pixels finished, each tensor concatenated over media on dim 0."""
+    finished = [finish(m.tensors, device) for m in media]
+    names = finished[0].keys()
+    for m, tensors in zip(media, finished, strict=True):
+        if tensors.keys() != names:
+            raise InvalidArgument(
+                f"media of one micro-batch have different tensors: {sorted(names)} ({media[0].kind}) and "
+                f"{sorted(tensors)} ({m.kind}); an encoder takes one kind, so train on them in runs of their own."
+            )
+    try:
+        return {name: pack([tensors[name] for tensors in finished]) for name in names}
+    except InvalidArgument as e:
+        found = [{name: f"{x.dtype} {list(x.shape)}" for name, x in tensors.items()} for tensors in finished]
+        raise InvalidArgument(
+            f"media {[m.digest[:12] for m in media]} cannot be concatenated on dim 0, they are {found}. Store tensors "
+            "that differ in dim 0 only."
+        ) from e
 
 
 @lru_cache(maxsize=1024)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,3 +132,24 @@ def test_without_triton_the_reference_serves(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_table_that_is_no_tensor_is_refused(call: Callable[[object], Tensor]) -> None:
     with pytest.raises(InvalidArgument, match="must be a tensor"):
         call([[0, 0, 1, 0]])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, in what inductor imports
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler on the CPU")
+def test_torchs_own_compiler_takes_them_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients of a graph by inductor, which fuses what lies between the ops; small integers are exact."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def body(rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        packed = ops.pack(rows * 2, CU, 4) + 1
+        there = ops.scatter_segments(packed * rows.sum(), [a - b.sum(), b], torch.tensor([[0, 1, 1, 0], [1, 0, 2, 1]]))
+        again = ops.gather_segments([a * a, there], torch.tensor([[0, 0, 2, 0], [1, 1, 2, 2]]), 5)
+        return (ops.unpack(there, CU, 3) * 3).sum() + again.square().sum()
+
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # it never ends the threads of its own
+    found = []
+    for run in (torch.compile(body, fullgraph=True), body):
+        x = [torch.arange(float(n * 3)).view(*shape, 3).requires_grad_() for n, *shape in ((4, 2, 2), (2, 2), (3, 3))]
+        loss = run(*x)
+        found.append([loss, *torch.autograd.grad(loss, x)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -159,7 +159,7 @@ def _scatter_(base: Tensor, sources: list[Tensor], segments: Tensor) -> None:
         torch.ops.knit.copy_segments.default([out], _contiguous(sources), segments.contiguous(), False)
         _written([out], [base])
 
-    run("scatter_segments", work, lambda: _wrong([base], sources, segments))
+    run("scatter_segments", work, lambda: _wrong(base, sources, segments))
 
 
 def _scatter(base: Tensor, sources: list[Tensor], segments: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _scatter(base: Tensor, sources: list[Tensor], segments: Tensor) -> Tensor:
         torch.ops.knit.copy_segments.default([out], _contiguous(sources), segments.contiguous(), False)
         return out
 
-    return run("scatter_segments", work, lambda: _wrong([base], sources, segments))
+    return run("scatter_segments", work, lambda: _wrong(base, sources, segments))
 
 
 def _accumulate(grads: list[Tensor], segments: Tensor, rows: list[int]) -> list[Tensor]:
@@ -189,13 +189,19 @@ def _accumulate_(buffers: list[Tensor], grads: list[Tensor], segments: Tensor) -
 
 
 def _contiguous(tensors: Tensors) -> list[Tensor]:
-    return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    """The tensors themselves where they are what a kernel takes: numbers end to end, none of them to be negated yet."""
+    return [
+        tensor
+        if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        else tensor.resolve_conj().resolve_neg().contiguous()
+        for tensor in tensors
+    ]
 
 
 def _written(outs: Tensors, tensors: Tensors) -> None:
     """What was written to ``outs`` belongs to ``tensors``, which autograd has to hear of."""
     for out, tensor in zip(outs, tensors, strict=True):
-        if out.data_ptr() != tensor.data_ptr():
+        if out is not tensor:
             tensor.copy_(out)
     torch.autograd.graph.increment_version(tensors)
 
@@ -222,16 +228,9 @@ def _wrong_twice(buffers: Tensors) -> str | None:
     return None if len(set(places)) == len(places) else "two of the buffers are the same memory"
 
 
-def _wrong_scatter(base: Tensor, sources: Tensors, segments: Tensor) -> str | None:
-    return _wrong([base], sources, segments)
-
-
-def _wrong(packed: Tensors, sources: Tensors, segments: Tensor) -> str | None:
+def _wrong(packed: Tensor | Tensors, sources: Tensors, segments: Tensor, _fill: bool = False) -> str | None:
+    packed = [packed] if isinstance(packed, Tensor) else packed
     return wrong_data(base=packed, sources=sources) or _wrong_places(packed, sources, segments)
-
-
-def _wrong_copy(outs: Tensors, sources: Tensors, segments: Tensor, _fill: bool) -> str | None:
-    return _wrong(outs, sources, segments)
 
 
 def _wrong_places(packed: Tensors, sources: Tensors, segments: Tensor) -> str | None:
@@ -303,22 +302,22 @@ for _name, _kernel in _KERNELS.items():
     torch.library.impl(_name, _DEVICE, _kernel)  # on any device that has no kernel of its own
 
 
-on_gpu("copy_segments", _wrong_copy, copy_segments_reference)
+on_gpu("copy_segments", _wrong, copy_segments_reference)
 on_gpu("add_segments", _wrong_sum, add_segments_reference)
 
 
 # -- fake and autograd -------------------------------------------------------------------------------------------------
 
 fake("gather_segments", lambda sources, _, total, levels: _empty(sources, at_least_0(total), levels), _wrong_gather)
-fake("scatter_segments", lambda base, *_: torch.empty_like(base, memory_format=torch.contiguous_format), _wrong_scatter)
+fake("scatter_segments", lambda base, *_: torch.empty_like(base, memory_format=torch.contiguous_format), _wrong)
 fake(
     "accumulate_segments",
     lambda grads, _, rows: _buffers(grads, [at_least_0(n) for n in rows]),
     lambda grads, segments, rows: _wrong_rows(rows) or _wrong_sum(_buffers(grads, rows), grads, segments),
 )
-fake("scatter_segments_", lambda *_: None, _wrong_scatter)
+fake("scatter_segments_", lambda *_: None, _wrong)
 fake("accumulate_segments_", lambda *_: None, _wrong_sum)
-fake("copy_segments", lambda *_: None, _wrong_copy)
+fake("copy_segments", lambda *_: None, _wrong)
 fake("add_segments", lambda *_: None, _wrong_sum)
 
 

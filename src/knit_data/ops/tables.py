@@ -90,7 +90,10 @@ def wrong_data(**groups: Sequence[Tensor]) -> str | None:
             return f"{name} must have at least one dimension, found a scalar"
         other, like = named[0]
         if (tensor.dtype, tensor.device) != (like.dtype, like.device):
-            return f"{name} is {tensor.dtype} on {tensor.device}, {other} is {like.dtype} on {like.device}"
+            return (
+                f"{name} is {tensor.dtype} on {tensor.device}, {other} is {like.dtype} on {like.device}; bring them to "
+                "one dtype and device"
+            )
         if tensor.element_size() not in (1, 2, 4, 8):
             return f"{name} is {tensor.dtype}, of {tensor.element_size()} bytes; 1, 2, 4 and 8 can be moved"
     return None
@@ -106,7 +109,9 @@ def wrong_levels(packed: Sequence[Tensor], sources: Sequence[Tensor]) -> str | N
             return f"level {k} has {one.shape[0]} packed rows, the first {packed[0].shape[0]}"
         for s, source in enumerate(sources[k * count : (k + 1) * count]):
             if source.shape[1:] != one.shape[1:]:
-                return f"source {s} of level {k} has rows {list(source.shape[1:])}, packed are {list(one.shape[1:])}"
+                hint = "; a padded [B, L, *] goes in as its flatten(0, 1)" if one.dim() > source.dim() else ""
+                rows = f"{list(source.shape[1:])}, packed are {list(one.shape[1:])}"
+                return f"source {s} of level {k} has rows {rows}{hint}"
             if source.shape[0] != sources[s].shape[0]:
                 return f"source {s} has {source.shape[0]} rows in level {k} and {sources[s].shape[0]} in the first"
     return None
