@@ -24,7 +24,7 @@ import torch
 import xxhash
 from report import Report, quantiles
 
-from knit_data.ops import read_ranges
+from knit_data.ops.read import read_ranges
 
 PAGE = 4_096  # bytes
 CACHES = 128 << 20  # bytes, more than the processor's caches hold

@@ -1,4 +1,5 @@
 // CPU kernels of knit::pack_rows and knit::unpack_rows. See src/knit_data/ops/pack.py.
+#include "mover.h"
 #include "segments.h"
 
 #include <torch/csrc/stable/library.h>

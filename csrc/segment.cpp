@@ -1,7 +1,9 @@
 // CPU kernels of knit::copy_segments and knit::add_segments. See src/knit_data/ops/segment.py.
+#include "mover.h"
 #include "segments.h"
 
-#include <numeric>
+#include <algorithm>
+#include <cstring>
 
 #include <torch/csrc/stable/library.h>
 
@@ -18,6 +20,26 @@ void check_data(const char* op, const char* name, const std::vector<Tensor>& ten
   }
 }
 
+// What is written shares no memory with anything else that is given.
+void check_apart(const char* op, const std::vector<Tensor>& written, const std::vector<Tensor>& read) {
+  struct Extent { uintptr_t begin, end; bool written; };
+  std::vector<Extent> extents;
+  for (const std::vector<Tensor>* tensors : {&written, &read}) {
+    for (const Tensor& tensor : *tensors) {
+      const uintptr_t begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+      const uintptr_t size = static_cast<uintptr_t>(tensor.numel() * tensor.element_size());
+      if (size > 0) extents.push_back({begin, begin + size, tensors == &written});
+    }
+  }
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  uintptr_t any = 0, of_written = 0;  // ends so far
+  for (const Extent& e : extents) {
+    STD_TORCH_CHECK(e.begin >= (e.written ? any : of_written), op, ": tensors share memory with one that is written");
+    any = std::max(any, e.end);
+    if (e.written) of_written = std::max(of_written, e.end);
+  }
+}
+
 // The segments, by their place in what is packed, if they lie inside of both ends and apart from each other.
 std::vector<Segment> segments_of(
     const char* op, const Tensor& table, const std::vector<Tensor>& packed, const std::vector<Tensor>& sources) {
@@ -31,7 +53,8 @@ std::vector<Segment> segments_of(
     for (int64_t s = 0; s < count; ++s) {
       const Tensor& source = sources[k * count + s];
       STD_TORCH_CHECK(
-          source.size(0) == sources[s].size(0) && same_rows(source, 1, packed[k], 1), op, ": source ", s, " of level ", k, " has other rows, or another trailing shape");
+          source.size(0) == sources[s].size(0) && same_rows(source, 1, packed[k], 1), op, ": source ", s, " of level ",
+          k, " has other rows, or another trailing shape");
     }
   }
   const std::vector<int64_t> numbers = numbers_of(op, "segments", table, 4);
@@ -71,6 +94,7 @@ void copy_segments(std::vector<Tensor> outs, std::vector<Tensor> sources, Tensor
   STD_TORCH_CHECK(
       sources.empty() || outs[0].scalar_type() == sources[0].scalar_type(), "segments: sources must have the dtype of outs");
   const std::vector<int64_t> order = by_place("segments", segments);
+  if (!fill) check_apart("segments", outs, sources);  // else they are new
   const size_t count = sources.size() / outs.size();
   Mover mover(Pad(), fill);
   for (size_t k = 0; k < outs.size(); ++k) {
@@ -203,13 +227,16 @@ void add_segments(std::vector<Tensor> buffers, std::vector<Tensor> grads, Tensor
   STD_TORCH_CHECK(
       buffers.empty() || buffers[0].scalar_type() == (kind == ScalarType::Double ? ScalarType::Double : ScalarType::Float),
       "accumulate_segments: buffers must be float64 for float64 gradients, float32 for others");
+  STD_TORCH_CHECK(
+      kind == ScalarType::Double || kind == ScalarType::Float || kind == ScalarType::BFloat16 || kind == ScalarType::Half,
+      "accumulate_segments: gradients must be float64, float32, bfloat16 or float16");
+  check_apart("accumulate_segments", buffers, grads);
   if (buffers.empty()) return;
   const std::vector<Sum> sums = sums_of(segments);
   if (kind == ScalarType::Double) add_all<double, double>(buffers, grads, sums);
   else if (kind == ScalarType::Float) add_all<float, float>(buffers, grads, sums);
   else if (kind == ScalarType::BFloat16) add_all<float, BFloat16>(buffers, grads, sums);
-  else if (kind == ScalarType::Half) add_all<float, Half>(buffers, grads, sums);
-  else STD_TORCH_CHECK(false, "accumulate_segments: gradients must be float64, float32, bfloat16 or float16");
+  else add_all<float, Half>(buffers, grads, sums);
 }
 
 }  // namespace

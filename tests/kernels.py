@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from knit_data.ops.dispatch import on_gpu
-from knit_data.ops.pack import _wrong_rows, _wrong_rows_back, pack_rows_reference, unpack_rows_reference
-from knit_data.ops.segment import _wrong, _wrong_sum, add_segments_reference, copy_segments_reference
+from knit_data.ops.pack import _wrong_pack_rows, _wrong_unpack_rows, pack_rows_reference, unpack_rows_reference
+from knit_data.ops.segment import _wrong_copy, _wrong_sum, add_segments_reference, copy_segments_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REFERENCES: dict[str, Callable[..., None]] = {
@@ -29,9 +29,9 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "add_segments": add_segments_reference,
 }
 WRONG: dict[str, Callable[..., str | None]] = {
-    "pack_rows": _wrong_rows,
-    "unpack_rows": _wrong_rows_back,
-    "copy_segments": _wrong,
+    "pack_rows": _wrong_pack_rows,
+    "unpack_rows": _wrong_unpack_rows,
+    "copy_segments": _wrong_copy,
     "add_segments": _wrong_sum,
 }
 FLAVOURS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

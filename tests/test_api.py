@@ -89,6 +89,9 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mini.micro_batches": (kd.MiniBatch.micro_batches, {"fields": None}),
     "micro.targets": (kd.MicroBatch.targets, {"name": REQUIRED}),
     "micro.to_tokens": (kd.MicroBatch.to_tokens, {"name": REQUIRED}),
+    "micro.unpack": (kd.MicroBatch.unpack, {"tokens": REQUIRED}),
+    "micro.pack": (kd.MicroBatch.pack, {"rows": REQUIRED}),
+    "micro.media.put": (kd.MediaBatch.put, {"embeddings": REQUIRED, "features": REQUIRED}),
     "micro.model_inputs": (kd.MicroBatch.model_inputs, {}),
     "SharedEncoder": (
         kd.SharedEncoder,
@@ -111,7 +114,7 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any]]] = {
 ATTRIBUTES: dict[type, str] = {
     kd.MiniBatch: "index train_batch epoch position is_last loss_tokens n_trajectories n_groups stats micro_batches "
     "abandon __iter__",
-    kd.MicroBatch: "__getitem__ is_padding targets to_tokens model_inputs",
+    kd.MicroBatch: "__getitem__ is_padding targets to_tokens unpack pack model_inputs",
     kd.TrajectoryLoader: "state_dict load_state_dict close stats __iter__ __next__ __enter__ __exit__",
     kd.QuotaSampler: "next reset get_state deficits free_seats explain",
     kd.TrajectoryInfo: "id group policy_version mean_policy_version n_tokens loss_tokens patches values attributes",

@@ -361,11 +361,20 @@ def test_gradients_go_through_rows_and_back(layout):
     for wrong in (x[None], x.flatten(), x[:1]):
         with pytest.raises(kd.InvalidArgument, match=r"an entry for each of input_ids, found"):
             micro.unpack(wrong)
-    for wrong in (weights[:2], weights[:, :4], weights[0, 0]):
-        with pytest.raises(kd.InvalidArgument, match=r"\[3, at least 5, \*\], a row for each trajectory, found"):
+    for wrong in (weights[:2], weights[:, :4], weights[0, 0], weights.tolist()):
+        with pytest.raises(kd.InvalidArgument, match=r"\[3, 5, \*\], as unpack returns it, found"):
             micro.pack(wrong)
-    longer = torch.nn.functional.pad(weights, (0, 0, 0, 3))
-    assert torch.equal(micro.pack(longer), micro.pack(weights))  # rows may be longer than the longest
+
+
+def test_rows_are_made_in_a_compiled_function_too():
+    with loader(fill(kd.TrajectoryStore("memory://"), 6), options={"prefetch": 0}) as run:
+        micros = list(next(iter(run)))
+    whole = torch.compile(lambda micro, x: micro.pack(micro.unpack(x) * 2), backend="aot_eager")
+    for micro in micros:
+        x = micro["logprobs"] + 1
+        assert torch.equal(whole(micro, x), micro.pack(micro.unpack(x)) * 2)
+        inside = torch.compile(lambda y, micro=micro: micro.unpack(y) + 1, backend="aot_eager", fullgraph=True)
+        assert torch.equal(inside(x), micro.unpack(x) + 1)
 
 
 # -- padding micro-batches ---------------------------------------------------------------------------------------------
@@ -390,7 +399,8 @@ def test_a_padding_micro_batch(layout):
     assert not micro.to_tokens("reward").any() and micro.to_tokens("v").shape == (*shape, 3)
     assert micro["cu_seqlens"].tolist() == [0, 2]
     rows = micro.unpack(torch.randn(*shape, 3, requires_grad=True))
-    assert rows.shape == (0, 0, 3) and rows.requires_grad  # a rank with nothing to do makes the same graph
+    assert rows.shape == (0, 1, 3) and rows.amax(1).shape == (0, 3)
+    assert rows.requires_grad  # a rank with nothing to do makes the same graph
     assert torch.equal(micro.pack(rows), torch.zeros(*shape, 3))
 
 

@@ -58,6 +58,37 @@ def test_features_belong_where_the_placeholders_are(members, layout, multiple):
             assert found == wanted and set(media.digests) == {digest for digest, _ in wanted}
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_features_are_put_into_embeddings(layout):
+    groups = {"t": [[], []], "g": [["a", "b"], ["b"]], "h": [[]]}
+    with loader_of(stored(groups), 3, 40, layout=layout, padding=kd.Padding(0, 4, 4)) as loader:
+        micros = list(next(loader))
+    for micro in micros:
+        media, shape = micro.media, micro["input_ids"].shape
+        for kind in (torch.float32, torch.bfloat16):
+            embeddings = torch.randn(*shape, 3, dtype=kind, requires_grad=True)
+            features = torch.randn(media.n_tokens, 3, requires_grad=True)
+            put, want = media.put(embeddings, features), embeddings.detach().clone()
+            want.view(-1, 3)[media.slots] = features.detach().to(kind)
+            assert torch.equal(put, want)
+            put.float().square().sum().backward()
+            assert features.grad is None or torch.equal(features.grad, 2 * features.detach().to(kind).float())
+            want.view(-1, 3)[media.slots] = 0
+            assert torch.equal(embeddings.grad, 2 * want)
+        assert torch.equal(media.put(embeddings[None], features)[0], put.detach())  # of a model of a batch of one
+    for wrong in (torch.ones(2, 3), torch.ones(media.n_tokens, 2), (features, features)):
+        with pytest.raises(kd.InvalidArgument, match=r"put: needs features \[\d+, 3\] for embeddings"):
+            next(m for m in micros if len(m.media)).media.put(torch.ones(9, 3), wrong)
+
+
+def test_before_any_image_embeddings_stay_as_they_are():
+    encoder = kd.SharedEncoder(lambda tensors: tensors["patches"][::2])
+    with loader_of(stored({"t": [[], []]}), 1, 40) as loader:
+        (micro,) = next(loader)
+    embeddings = torch.randn(*micro["input_ids"].shape, 3)
+    assert torch.equal(micro.media.put(embeddings, encoder(micro)), embeddings)
+
+
 def test_a_medium_of_several_spans_in_any_order():
     store = memory()
     media = kd.Media({"patches": torch.zeros(10, 6)}, 5)

@@ -27,6 +27,7 @@ from knit_data.errors import (
 )
 from knit_data.infos import InfoTable, TrajectoryInfo
 from knit_data.loader import TrajectoryLoader
+from knit_data.media import MediaBatch, Medium
 from knit_data.minibatch import MiniBatch
 from knit_data.pacing import Launch, RolloutPacer
 from knit_data.placement import place_media
@@ -56,7 +57,9 @@ __all__ = [
     "KnitError",
     "Launch",
     "Media",
+    "MediaBatch",
     "MediaRef",
+    "Medium",
     "MicroBatch",
     "MiniBatch",
     "Padding",

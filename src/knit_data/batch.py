@@ -15,6 +15,7 @@ from knit_data import ops
 from knit_data.errors import InvalidArgument
 from knit_data.infos import Array, InfoTable, TrajectoryInfo
 from knit_data.media import MediaBatch
+from knit_data.ops.tables import table_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,15 +24,17 @@ class MicroBatch(Mapping[str, Tensor]):
 
     Always there: ``input_ids``; ``labels`` (int64, ``labels[t] = input_ids[t + 1]`` inside a trajectory; -100 at its
     last token, on padding, and where ``targets("loss_mask")`` is 0); ``position_ids``; ``loss_mask`` (float32);
-    ``cu_seqlens`` (int32); ``attention_mask`` (int64, padded only). Then every column, and every value ``[n, *shape]``
-    in the order of ``infos``.
+    ``cu_seqlens`` (int32, as attention takes them: packed, bounds that include what ``Padding`` adds, at the end as a
+    sequence of its own; padded, of the tokens that are there); ``attention_mask`` (int64, padded only). Then every
+    column, and every value ``[n, *shape]`` in the order of ``infos``.
 
     ids [5, 6, 7] with loss mask [0, 0, 1]: labels [-100, 7, -100], ``targets("loss_mask")`` [0, 1, 0].
     """
 
     tensors: Mapping[str, Tensor]
     table: InfoTable
-    numbers: range  # its rows
+    begin: int  # of its rows there
+    end: int
     layout: str
     max_seqlen: int
     is_last: bool  # of its pass over the mini-batch
@@ -58,12 +61,12 @@ class MicroBatch(Mapping[str, Tensor]):
     @cached_property
     def infos(self) -> tuple[TrajectoryInfo, ...]:
         """What is known of its trajectories, in the order of their values."""
-        return tuple(TrajectoryInfo(self.table, i) for i in self.numbers)
+        return tuple(TrajectoryInfo(self.table, i) for i in range(self.begin, self.end))
 
     @property
     def is_padding(self) -> bool:
         """Holds no trajectory: two tokens that keep this rank in step with the others."""
-        return not len(self.numbers)
+        return self.begin == self.end
 
     def targets(self, name: str) -> Tensor:
         """A column moved to the position whose logits predict it, which is the labels' alignment.
@@ -74,7 +77,7 @@ class MicroBatch(Mapping[str, Tensor]):
             raise InvalidArgument(f"targets({name!r}): not a per-token column; those are {sorted(self.columns)}.")
         column = self.tensors[name]
         flat = column if self.layout == "packed" else column.flatten(0, 1)
-        inside = (self.rows[:-1] == self.rows[1:]) & (self.rows[:-1] < len(self.numbers))
+        inside = (self.rows[:-1] == self.rows[1:]) & (self.rows[:-1] < self.end - self.begin)
         out = torch.zeros_like(flat)
         shape = [-1, *[1] * (flat.ndim - 1)]
         out[:-1] = torch.where(inside.view(shape), flat[1:], torch.zeros((), dtype=flat.dtype, device=flat.device))
@@ -92,43 +95,46 @@ class MicroBatch(Mapping[str, Tensor]):
     def unpack(self, tokens: Tensor) -> Tensor:
         """A per-token tensor with a row for each trajectory, in the order of ``infos``, zeros behind its tokens.
 
-        ``[T, *]`` or ``[B, L, *]`` -> ``[n, tokens of the longest, *]``, with gradients and on every run the same bits.
-        For what is done along a sequence (returns, a mean per response) in either layout: log-ratios [a b c d e] of
-        trajectories of 2 and 3 tokens are [[a b 0] [c d e]], so ``.sum(1)`` is one number each.
+        ``[T, *]`` or ``[B, L, *]`` -> ``[n, tokens of the longest, *]``, with gradients, and on every run the same
+        bits; ``[0, 1, *]`` of a padding micro-batch. For what is done along a sequence, in either layout: log-ratios
+        [a b c d e] of trajectories of 2 and 3 tokens are [[a b 0] [c d e]], so ``.sum(1)`` is one number each.
         """
         shape = self.tensors["input_ids"].shape
-        if tokens.shape[: len(shape)] != shape:
+        if not isinstance(tokens, Tensor) or tokens.shape[: len(shape)] != shape:
+            found = [*tokens.shape] if isinstance(tokens, Tensor) else f"{tokens!r:.80}"
             raise InvalidArgument(
-                f"unpack: needs a tensor {[*shape]} + [*], an entry for each of input_ids, found {[*tokens.shape]}."
+                f"unpack: needs a tensor {[*shape]} + [*], an entry for each of input_ids, found {found}; of what a "
+                "packed Hugging Face model returns, [1, T, *], pass x[0]."
             )
-        n, lengths = len(self.numbers), self._lengths
-        longest = int(lengths.max(initial=0))
-        segments = _segments(self.starts, lengths, np.arange(n) * longest)
-        flat: Tensor = ops.gather_segments(tokens.flatten(0, len(shape) - 1), segments, n * longest)
+        there, _, longest = self._segments
+        n = self.end - self.begin
+        flat: Tensor = ops.gather_segments(tokens.flatten(0, len(shape) - 1), there, n * longest)
         return flat.view(n, longest, *flat.shape[1:])
 
     def pack(self, rows: Tensor) -> Tensor:
-        """The way back: ``[n, at least the longest, *]`` -> ``[T, *]`` or ``[B, L, *]``, zeros on padding."""
-        n, lengths = len(self.numbers), self._lengths
-        if rows.ndim < 2 or len(rows) != n or rows.shape[1] < lengths.max(initial=0):
+        """The way back: ``[n, tokens of the longest, *]`` -> ``[T, *]`` or ``[B, L, *]``, zeros on padding."""
+        _, back, longest = self._segments
+        if not isinstance(rows, Tensor) or rows.shape[:2] != (self.end - self.begin, longest):
+            found = [*rows.shape] if isinstance(rows, Tensor) else f"{rows!r:.80}"
             raise InvalidArgument(
-                f"pack: needs a tensor [{n}, at least {lengths.max(initial=0)}, *], a row for each trajectory, found "
-                f"{[*rows.shape]}."
+                f"pack: needs a tensor [{self.end - self.begin}, {longest}, *], as unpack returns it, found {found}."
             )
         shape = self.tensors["input_ids"].shape
-        segments = _segments(np.arange(n) * rows.shape[1], lengths, self.starts)
-        flat: Tensor = ops.gather_segments(rows.flatten(0, 1), segments, shape.numel())
+        flat: Tensor = ops.gather_segments(rows.flatten(0, 1), back, shape.numel())
         return flat.view(*shape, *flat.shape[1:])
 
-    @property
-    def _lengths(self) -> Array:
-        """Tokens of each trajectory."""
-        return self.table.columns["n_tokens"][self.numbers.start : self.numbers.stop]
+    @cached_property
+    def _segments(self) -> tuple[Tensor, Tensor, int]:
+        """From slots to rows of so many tokens, and back."""
+        lengths = self.table.columns["n_tokens"][self.begin : self.end]
+        longest = max([1, *lengths.tolist()])
+        rows = np.arange(len(lengths)) * longest
+        return table_of(0, self.starts, lengths, rows), table_of(0, rows, lengths, self.starts), longest
 
     def prompts_have(self, token_ids: Iterable[int]) -> Tensor:
         """Whether any of these ids stands before the first token with a loss of a trajectory: bool, on the device."""
         ids, rows = self.tensors["input_ids"].reshape(-1), self.rows.long()
-        slots, n = torch.arange(len(ids), device=ids.device), len(self.numbers)
+        slots, n = torch.arange(len(ids), device=ids.device), self.end - self.begin
         weighed = torch.where(self.tensors["loss_mask"].reshape(-1) != 0, slots, len(ids))
         first = torch.full((n + 1,), len(ids), device=ids.device).scatter_reduce(0, rows, weighed, "amin")[rows]
         prompt = (slots < first) & (first < len(ids)) & (rows < n)
@@ -171,8 +177,3 @@ class MicroBatch(Mapping[str, Tensor]):
         ends, total = self.tensors["cu_seqlens"], len(self.tensors["input_ids"])
         begin = ends[:-1].repeat_interleave(ends.diff(), output_size=total)  # its size is known: no wait for the device
         return torch.arange(total, dtype=dtype, device=ends.device) - begin
-
-
-def _segments(first: Array, lengths: Array, places: Array) -> Tensor:
-    """Of one source, as the ops take them."""
-    return torch.from_numpy(np.stack([np.zeros_like(first), first, lengths, places], 1).astype(np.int64, copy=False))

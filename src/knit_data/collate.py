@@ -23,6 +23,7 @@ from knit_data.infos import Array
 from knit_data.layout import restarts
 from knit_data.media import MediaBatch, MediaPlan, MediaReader, Pieces, Taken, pieces_of
 from knit_data.ops.fill import BLANK, fill_slots
+from knit_data.ops.tables import table_of
 from knit_data.planning import Layout, Padding
 from knit_data.share import Share
 from knit_data.store.ranges import Outcome, Ranges, read_verified
@@ -112,7 +113,8 @@ class Collator:
         micro = MicroBatch(
             {f.name: tensor(f) for f in frame.visible},
             share.table,
-            sheet.rows,
+            sheet.rows.start,
+            sheet.rows.stop,
             self.layout,
             sheet.slots.longest,
             j + 1 == share.count,
@@ -226,17 +228,15 @@ class Collator:
                 f"Padding(token_id={self.padding.token_id}) is the placeholder of this mini-batch's media: a model "
                 "could not tell padding from images. Pass the tokenizer's pad id."
             )
-        digests, done, segments = share.table.media.columns["digest"], 0, []
-        for _, _, n, slot in pieces:
-            segments.append((0, done, n, slot))
-            done += n
+        digests = share.table.media.columns["digest"]
+        lengths, slots = [n for _, _, n, _ in pieces], [slot for *_, slot in pieces]
         which = {u: k for k, u in enumerate(sorted({u for u, *_ in pieces}))}
         return MediaBatch(
             digests=tuple(digests[u].tobytes().hex() for u in which),
             fresh=taken[0],
             pieces=tuple((which[u], first, n) for u, first, n, _ in pieces),
             slots=at.view(torch.int64),
-            segments=torch.tensor(segments, dtype=torch.int64, device="cpu").view(-1, 4),
+            segments=table_of(0, np.cumsum(lengths) - lengths, lengths, slots),
             token_ids=token_ids,
             patches=share.patches[j],
             rank=share.rank,

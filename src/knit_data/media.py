@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ from knit_data.arena import ALIGN, ArenaPool, capacity
 from knit_data.blueprint import Sheet
 from knit_data.errors import CorruptData, InvalidArgument, KnitError, ShortRead
 from knit_data.infos import Array
-from knit_data.ops import pack
+from knit_data.ops import pack, scatter_segments
 from knit_data.pixels import finish
 from knit_data.recent import Recent
 from knit_data.share import Share
@@ -55,9 +55,8 @@ class MediaBatch:
 
     Two images of 2 and 3 features, in a packed micro-batch with placeholders at 1-2 (the first), 7-9 (the second) and
     13-14 (the first again): ``digests`` names two, ``n_tokens`` is 7, ``pieces`` are (0, 0, 2), (1, 0, 3), (0, 0, 2),
-    ``segments`` [0, 0, 2, 1], [0, 2, 3, 7], [0, 5, 2, 13], ``slots`` [1, 2, 7, 8, 9, 13, 14]. So a backbone's input is
-    ``kd.ops.scatter_segments(embeddings.view(-1, d), encoder(micro), micro.media.segments)``, or with an index
-    ``embeddings.view(-1, d)[micro.media.slots] = encoder(micro)``.
+    ``segments`` [0, 0, 2, 1], [0, 2, 3, 7], [0, 5, 2, 13], ``slots`` [1, 2, 7, 8, 9, 13, 14]. A backbone's input is
+    ``micro.media.put(embeddings, encoder(micro))``.
 
     An encoder runs for ``new`` only; ``None`` stands for a medium whose bytes are corrupt, all users of which are
     masked. ``patches`` has, for every rank, the cost of each medium that is new there in this micro-batch: ranks which
@@ -96,6 +95,25 @@ class MediaBatch:
     def forgotten(self) -> bool:
         """The model got placeholders, and nobody asked for what belongs there."""
         return bool(self.pieces) and self.marks == {"inputs"}
+
+    def put(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """A copy of ``embeddings`` ``[..., d]``, one for each slot of the micro-batch, with features ``[n_tokens, d]``
+        in their places and in its dtype; both get gradients. Without media, ``embeddings``.
+
+        Of an encoder of several levels, put in each by itself. By hand it is ``kd.ops.scatter_segments(
+        embeddings.view(-1, d), features, micro.media.segments)``.
+        """
+        if not self.pieces:
+            return embeddings
+        wanted = [self.n_tokens, embeddings.shape[-1]]
+        found = [*features.shape] if isinstance(features, Tensor) else type(features).__name__
+        if found != wanted:
+            raise InvalidArgument(
+                f"put: needs features {wanted} for embeddings {[*embeddings.shape]}, found {found}; of several levels "
+                "put in each by itself."
+            )
+        flat = scatter_segments(embeddings.flatten(0, -2), features.to(embeddings.dtype), self.segments)
+        return flat.view(embeddings.shape)
 
     @cached_property
     def n_tokens(self) -> int:
@@ -276,13 +294,19 @@ def inputs_of(media: Sequence[Medium], device: torch.device) -> dict[str, Tensor
                 f"{sorted(tensors)} ({m.kind}); an encoder takes one kind, so train on them in runs of their own."
             )
     try:
-        return {name: pack([tensors[name] for tensors in finished]) for name in names}
+        return {name: pack(_promoted([tensors[name] for tensors in finished])) for name in names}
     except InvalidArgument as e:
         found = [{name: f"{x.dtype} {list(x.shape)}" for name, x in tensors.items()} for tensors in finished]
         raise InvalidArgument(
             f"media {[m.digest[:12] for m in media]} cannot be concatenated on dim 0, they are {found}. Store tensors "
             "that differ in dim 0 only."
         ) from e
+
+
+def _promoted(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """In the dtype that holds all of them."""
+    kind = reduce(torch.promote_types, (x.dtype for x in tensors))
+    return [x.to(kind) for x in tensors]
 
 
 @lru_cache(maxsize=1024)

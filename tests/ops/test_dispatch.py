@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from kernels import interpreted
+from kernels import Implementation, interpreted, rows_of, tensor_of
 from torch import Tensor
 
 from knit_data import ops
 from knit_data.errors import InvalidArgument
 from knit_data.ops.dispatch import _tiles, on_gpu
+from knit_data.ops.tables import MOVED
 
 SEGMENTS = torch.tensor([[0, 0, 2, 1]])
 CU = torch.tensor([0, 2, 3])
@@ -71,11 +73,103 @@ def test_complex_sources_get_the_gradients_of_slices() -> None:
     assert torch.equal(gradient(ops.scatter_segments(base, source, segments)), wanted)
 
 
-def test_the_same_memory_twice_is_refused() -> None:
-    buffer = torch.zeros(2, 3)
-    with pytest.raises(InvalidArgument, match="two of the buffers are the same memory"):
-        ops.accumulate_segments_([buffer, buffer], torch.ones(4, 3), torch.tensor([[0, 0, 2, 0], [1, 0, 2, 2]]))
-    assert not buffer.any()
+X, TWO = torch.zeros(6, 4), torch.tensor([[0, 0, 2, 0], [1, 0, 2, 2]])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ops.accumulate_segments_([X, X], torch.ones(4, 4), TWO),
+        lambda: ops.accumulate_segments_([X[:3], X[2:5]], torch.ones(4, 4), TWO),
+        lambda: ops.accumulate_segments_([X[:2], X[4:]], X[3:5], TWO[:, :4] * torch.tensor([1, 1, 0, 1])),
+        lambda: ops.accumulate_segments_([X[:, 1:3], X[:, 1:3]], torch.ones(4, 2), TWO),
+        lambda: ops.scatter_segments_(X, X[:2], SEGMENTS),
+        lambda: ops.scatter_segments_(X[1:], X[:2], SEGMENTS),
+        lambda: ops.scatter_segments_(X[:1].expand(6, 4), torch.ones(2, 4), SEGMENTS),
+    ],
+)
+def test_memory_that_is_written_and_given_twice_is_refused(call: Callable[[], object]) -> None:
+    for kernels in (contextlib.nullcontext(), Implementation("reference").serving()):
+        with kernels, pytest.raises(InvalidArgument, match=r"share memory|is written to, though expanded"):
+            call()
+    assert not X.any()
+
+
+def test_columns_apart_and_sources_that_are_the_same_are_fine() -> None:
+    x, ones = torch.zeros(4, 6), torch.ones(2, 3)
+    ops.accumulate_segments_([x[:, :3], x[:, 3:]], torch.ones(4, 3), TWO)
+    assert x.tolist() == [[1.0] * 6] * 2 + [[0.0] * 6] * 2
+    assert torch.equal(ops.scatter_segments_(x[:, :3], [ones, ones], TWO), torch.ones(4, 3))
+
+
+META = torch.zeros(3, 4, device="meta")
+
+
+@pytest.mark.parametrize("made", [lambda x: x, torch.nn.Parameter])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda meta: ops.scatter_segments(X, [meta], SEGMENTS),
+        lambda meta: ops.scatter_segments_(X, [meta.detach()], SEGMENTS),
+        lambda meta: ops.gather_segments([X, meta], TWO, 4),
+        lambda meta: ops.pack([X, meta]),
+        lambda meta: ops.accumulate_segments_([X], meta.detach(), SEGMENTS),
+    ],
+)
+def test_a_tensor_without_memory_beside_others_is_refused(
+    call: Callable[[Tensor], object], made: Callable[[Tensor], Tensor]
+) -> None:
+    with pytest.raises(InvalidArgument, match=r"bring them to one dtype and device|summed in torch.float32 there"):
+        call(made(META))
+
+
+def test_tensors_without_memory_alone_give_their_shapes() -> None:
+    sums = ops.accumulate_segments(META, TWO * torch.tensor([1, 1, 0, 1]), [3, 2])
+    assert [one.shape for one in sums] == [(3, 4), (2, 4)]
+    assert ops.gather_segments([META, META], TWO, 5).shape == (5, 4)
+
+
+def test_dtypes_that_no_kernel_knows_are_refused_alike() -> None:
+    scales = torch.ones(3).to(torch.float8_e8m0fnu)
+    for kernels in (contextlib.nullcontext(), Implementation("reference").serving()):
+        with kernels, pytest.raises(InvalidArgument, match=r"float8_e8m0fnu, torch.strided; views of it as integers"):
+            ops.pack([scales])
+    assert torch.equal(ops.pack([scales.view(torch.uint8)]), scales.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", sorted(MOVED - {torch.complex32}, key=str), ids=str)  # that one torch warns of
+def test_every_dtype_that_is_promised_is_moved(dtype: torch.dtype) -> None:
+    x = tensor_of((5, 3), dtype, "plain", 1)
+    assert rows_of(ops.unpack(ops.pack(x[None], torch.tensor([0, 5]), 5), torch.tensor([0, 5]), 5)) == rows_of(x[None])
+    assert rows_of(ops.gather_segments(x, SEGMENTS, 3)[1:]) == rows_of(x[:2])
+
+
+def test_nothing_put_into_a_base_has_its_gradient() -> None:
+    base = torch.ones(6, 4, requires_grad=True)
+    ops.scatter_segments(base, [], torch.zeros(0, 4, dtype=torch.int64)).sum().backward()
+    assert base.grad is not None and base.grad.eq(1).all()
+
+
+def test_gradients_are_those_of_the_dispatcher() -> None:
+    """Past it they have a node of their own, made from the same functions."""
+
+    def found(pack: Callable[..., Tensor], scatter: Callable[..., Tensor], gather: Callable[..., Sequence[Tensor]]):
+        x = [torch.arange(float(n * 3)).view(*shape, 3).requires_grad_() for n, *shape in ((4, 2, 2), (2, 2), (3, 3))]
+        there = scatter(pack(x[0], CU, 4), [x[1], x[2]], torch.tensor([[0, 1, 1, 0], [1, 0, 2, 1]]))
+        _, again = gather([x[1], x[2], x[1] * 2, x[2] * 3], torch.tensor([[0, 0, 2, 0], [1, 1, 2, 2]]), 5, 2)
+        loss = there.square().sum() + again.pow(3).sum()  # the first level is not used
+        first = torch.autograd.grad(loss, x, create_graph=True)
+        return [*first, *torch.autograd.grad([one.square().sum() for one in first], x, allow_unused=True)]
+
+    def gather(sources: list[Tensor], segments: Tensor, total: int, levels: int) -> Sequence[Tensor]:
+        count = len(sources) // levels
+        return ops.gather_segments([sources[k * count : (k + 1) * count] for k in range(levels)], segments, total)
+
+    knit = torch.ops.knit
+    want = found(knit.pack.default, knit.scatter_segments.default, knit.gather_segments.default)
+    assert [torch.equal(a, b) for a, b in zip(found(ops.pack, ops.scatter_segments, gather), want, strict=True)] == [
+        True
+    ] * len(want)
 
 
 def test_half_precision_sums_do_not_depend_on_how_the_thread_treats_tiny_numbers() -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops import fill_slots
-from knit_data.ops.fill import BLANK, IGNORE, Spec, fill_slots_reference
+from knit_data.ops.fill import BLANK, IGNORE, Spec, fill_slots, fill_slots_reference
 
 OPERATOR = torch.ops.knit.fill_slots.default
 KERNELS: dict[str, Callable[..., None]] = {"operator": OPERATOR, "reference": fill_slots_reference}

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops import extension, read_ranges
+from knit_data.ops import extension
 from knit_data.ops import read as module
-from knit_data.ops.read import read_ranges_reference
+from knit_data.ops.read import read_ranges, read_ranges_reference
 
 OPERATOR = torch.ops.knit.read_ranges.default
 CHUNK = 128 << 10  # what the kernel reads at once
@@ -450,7 +450,7 @@ sys.modules["knit_data._C"] = None  # what the import system does for a module t
 import os
 import numpy as np, torch
 from knit_data.errors import InvalidArgument
-from knit_data.ops import read_ranges
+from knit_data.ops.read import read_ranges
 print("imported", file=sys.stderr)
 out, units, file = torch.zeros(4, dtype=torch.uint8), np.array([0, 1]), np.array([os.open(sys.argv[1], os.O_RDONLY)])
 for _ in range(2):

@@ -249,6 +249,23 @@ def test_many_bytes_in_several_threads(on: Implementation, threads: int) -> None
         assert torch.equal(put, torch.where(covered, want, 3.0))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.skipif(INTERPRETED, reason="megabytes take the interpreter seconds")
+def test_many_bytes_of_several_levels(on: Implementation, threads: int) -> None:
+    """Pieces that end in one result and go on in the next, which lies elsewhere; one level smaller than a piece."""
+    segments = table_of([(0, 7, 150, 3), (1, 0, 0, 40), (1, 2, 99, 160)])
+    levels = [[torch.randn(200, hidden, device=on.device) for _ in range(2)] for hidden in (1_111, 3, 901, 1, 7, 1_303)]
+    torch.set_num_threads(threads)
+    try:
+        found = gather_segments(levels, segments, 263)
+    finally:
+        torch.set_num_threads(1)
+    for (a, b), out in zip(levels, found, strict=True):
+        blank = a.new_zeros(263, a.shape[1])
+        blank[3:153], blank[160:259] = a[7:157], b[2:101]
+        assert torch.equal(out, blank)
+
+
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 SEGMENTS = table_of([(0, 1, 3, 0), (1, 0, 2, 4), (0, 0, 5, 7), (0, 2, 1, 6), (1, 3, 0, 9)])
@@ -568,7 +585,7 @@ def test_lists_of_nothing_are_refused() -> None:
         (lambda: gather_segments([[], []], ONE, 3), "gather_segments: there are 0 sources for 2 levels"),
         (
             lambda: gather_segments([[A], [A, B]], ONE, 3),
-            r"levels must have the same number of sources, found \[1, 2\]",
+            r"gather_segments: levels must have the same number of sources, found \[1, 2\]",
         ),
         (lambda: accumulate_segments([], ONE, [3]), "accumulate_segments: 0 sources do not divide into 0 levels"),
         (lambda: accumulate_segments_([A], [], ONE), "accumulate_segments: 1 sources do not divide into 0 levels"),

@@ -7,14 +7,12 @@ One op family a file: its schema, reference, fake and public function. The C++ t
     pack        rows to end-to-end tokens, and back
     segment     segments of several sources to their places, and gradients back
     tiles       these two on a GPU
-    read, fill  for the collator: bytes of files to memory, and what stands beside them
+    read, fill  for the collator alone: bytes of files to memory, and what stands beside them
 """
 
 from __future__ import annotations
 
-from knit_data.ops.fill import fill_slots
 from knit_data.ops.pack import pack, unpack
-from knit_data.ops.read import read_ranges
 from knit_data.ops.segment import (
     accumulate_segments,
     accumulate_segments_,
@@ -26,10 +24,8 @@ from knit_data.ops.segment import (
 __all__ = [
     "accumulate_segments",
     "accumulate_segments_",
-    "fill_slots",
     "gather_segments",
     "pack",
-    "read_ranges",
     "scatter_segments",
     "scatter_segments_",
     "unpack",

@@ -16,14 +16,100 @@ from torch.autograd import forward_ad
 from knit_data.errors import InvalidArgument
 
 T = TypeVar("T")
+_ANYWHERE = "CompositeExplicitAutograd"  # on any device that has no kernel of its own
+_PLAIN = frozenset[type]({Tensor, torch.nn.Parameter})  # types whose data is what it seems
 # a CUDA graph would replay addresses; versions of torch without the tag are told at the launch only
 UNSAFE_IN_GRAPHS = tuple(tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None)
+
+
+def kernel(name: str, schema: str, wrong: Callable[..., str | None], reference: Callable[..., None]) -> None:
+    """Defines what back ends implement: C++ on the CPU, Triton on CUDA, the reference where there is neither.
+
+    ``wrong`` says of its arguments why they are refused; it returns nothing, and writes to the first of them.
+    """
+    torch.library.define(f"knit::{name}", schema, tags=UNSAFE_IN_GRAPHS)
+    torch.library.impl(f"knit::{name}", _ANYWHERE, reference)
+    on_gpu(name, wrong, reference)
+    fake(name, lambda *_: None, wrong)
+
+
+def operator(
+    name: str,
+    schema: str,
+    work: Callable[..., T],
+    made: Callable[..., Any],
+    wrong: Callable[..., str | None],
+    gradient: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+) -> Callable[..., T]:
+    """Defines a public op by what it does, what it makes where only shapes are known, and its gradient (what to
+    remember, and the backward, as for ``torch.library.register_autograd``); returns the function to call.
+
+    That function calls ``work`` itself where nothing is to be recorded, and has a node of its own for a gradient:
+    torch's dispatcher and its general node cost ten times as much as a tiny op. Graphs and subclasses go through it.
+    """
+    torch.library.define(f"knit::{name}", schema, tags=UNSAFE_IN_GRAPHS)
+    torch.library.impl(f"knit::{name}", _ANYWHERE, work)
+    fake(name, made, wrong)
+    dispatched = getattr(torch.ops.knit, name).default
+    node = None
+    if gradient is not None:
+        remember, backward = gradient
+        torch.library.register_autograd(f"knit::{name}", backward, setup_context=remember)
+        node = _node(work, remember, backward)
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return dispatched(*arguments)
+        tensors, lengths = list[Tensor](), list[int]()
+        for one in arguments:
+            several = isinstance(one, list) and bool(one) and isinstance(one[0], Tensor)
+            lengths.append(len(one) if several else -1)
+            if several:
+                tensors += one
+            elif isinstance(one, Tensor):
+                tensors.append(one)
+        if _is_for_torch(tensors):
+            return dispatched(*arguments)
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return work(*arguments)
+        if node is None:
+            return dispatched(*arguments)
+        flat = [one for a, n in zip(arguments, lengths, strict=True) for one in (a if n >= 0 else [a])]
+        out = node.apply(lengths, *flat)
+        return list(out) if isinstance(out, tuple) else out
+
+    return call
+
+
+def _node(work: Callable[..., Any], remember: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, lengths: list[int], *flat: Any) -> Any:
+            """``lengths``: of the lists among the arguments, -1 where it is none."""
+            at, arguments = 0, []
+            for length in lengths:
+                arguments.append(flat[at] if length < 0 else list(flat[at : at + length]))
+                at += max(length, 1)
+            out = work(*arguments)
+            remember(ctx, tuple(arguments), out)
+            ctx.lengths, ctx.several = lengths, isinstance(out, list)
+            return tuple(out) if ctx.several else out
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+            found = backward(ctx, list(grads) if ctx.several else grads[0])
+            out: list[Any] = [None]
+            for one, length in zip(found, ctx.lengths, strict=True):
+                out += one if length >= 0 else [None if isinstance(one, list) else one]  # an empty list is one argument
+            return tuple(out)
+
+    return Node
 
 
 def on_gpu(name: str, wrong: Callable[..., str | None], reference: Callable[..., None]) -> None:
     """Registers the Triton kernel of that name; where there is no Triton, the reference."""
 
-    def kernel(*arguments: Any) -> None:
+    def launch(*arguments: Any) -> None:
         tiles = _tiles()
         if tiles is None:
             reference(*arguments)
@@ -31,7 +117,7 @@ def on_gpu(name: str, wrong: Callable[..., str | None], reference: Callable[...,
         must_be_right(name, wrong(*arguments) or _wrong_for_a_launch(_tensors_of(arguments)))
         getattr(tiles, name)(*arguments)
 
-    torch.library.impl(f"knit::{name}", "CUDA", kernel)
+    torch.library.impl(f"knit::{name}", "CUDA", launch)
 
 
 @functools.cache
@@ -49,11 +135,16 @@ def _tensors_of(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def _wrong_for_a_launch(tensors: Sequence[Tensor]) -> str | None:
-    """A launch is given addresses, which hold for this call and for what lies end to end."""
+    """A launch is given addresses, which hold for this call, for what lies end to end, and for whole elements."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         return "the kernels take contiguous tensors"
-    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph would replay the addresses of this one call; leave it out of the capture"
+    there = [tensor for tensor in tensors if tensor.is_cuda]
+    if any(tensor.data_ptr() % tensor.element_size() for tensor in there):
+        return "a tensor begins at an address that is no multiple of its element's size; clone it"
+    for device in {tensor.device for tensor in there}:
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                return "a CUDA graph would replay the addresses of this one call; leave it out of the capture"
     return None
 
 
@@ -65,7 +156,7 @@ def fake(name: str, made: Callable[..., Any], wrong: Callable[..., str | None]) 
     """
 
     def kernel(*arguments: Any) -> Any:
-        if all(type(one) is Tensor for one in _tensors_of(arguments)):
+        if _PLAIN.issuperset(map(type, _tensors_of(arguments))):
             must_be_right(name.rstrip("_"), wrong(*arguments))
         return made(*arguments)
 
@@ -77,16 +168,23 @@ def at_least_0(size: Any) -> Any:
     return max(size, 0) if isinstance(size, int) else size
 
 
-def recorded(tensors: Sequence[Tensor]) -> bool:
-    """Whether an operator on these has to go through torch's dispatcher: there is a gradient to record, or a graph, or
-    a tensor that is more than one. Else its kernel can be called itself, which saves most of a tiny call's time."""
-    if torch.compiler.is_compiling() or any(type(tensor) is not Tensor for tensor in tensors):
+def _is_for_torch(tensors: Sequence[Tensor]) -> bool:
+    """Whether an op on these goes through torch's dispatcher: one of them is more than a tensor."""
+    if not _PLAIN.issuperset(map(type, tensors)):
         return True
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):
-        raise InvalidArgument("the ops have no forward-mode derivative; use the backward: autograd.grad, or vjp.")
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, whose tensors look like any other
-        return True
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        raise InvalidArgument("the ops have no forward-mode derivative, call backward() or torch.autograd.grad.")
+    return torch._C._functorch.peek_interpreter_stack() is not None  # vmap, whose tensors look like any other
+
+
+def contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors themselves where they are what a kernel takes: numbers end to end, none of them to be negated yet."""
+    return [
+        tensor
+        if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        else tensor.resolve_conj().resolve_neg().contiguous()
+        for tensor in tensors
+    ]
 
 
 def run(op: str, work: Callable[[], T], refusal: Callable[[], str | None]) -> T:
@@ -102,3 +200,11 @@ def run(op: str, work: Callable[[], T], refusal: Callable[[], str | None]) -> T:
 def must_be_right(op: str, wrong: str | None) -> None:
     if wrong is not None:
         raise InvalidArgument(f"{op}: {wrong}.")
+
+
+def must_be_tensors(op: str, *values: object) -> None:
+    for one in values:
+        if not isinstance(one, Tensor):
+            raise InvalidArgument(
+                f"{op}: every row, source and table must be a tensor (tables of int32 or int64), found {one!r:.80}."
+            )

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops.dispatch import UNSAFE_IN_GRAPHS, at_least_0, fake, must_be_right, on_gpu, recorded, run
+from knit_data.ops.dispatch import at_least_0, contiguous, kernel, must_be_right, must_be_tensors, operator, run
 from knit_data.ops.segment import gather_segments
-from knit_data.ops.tables import bits_of, numbers_of, wrong_cu_seqlens, wrong_data, wrong_table
+from knit_data.ops.tables import bits_of, numbers_of, table_of, wrong_cu_seqlens, wrong_data, wrong_table
 
-_DEVICE = "CompositeExplicitAutograd"
 _EMPTY = "cu_seqlens is empty; without rows it is [0]"
 
 
@@ -38,21 +37,20 @@ def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, tota
     Raises:
         InvalidArgument: before anything is moved.
     """
-    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
-        raise InvalidArgument(f"pack: cu_seqlens must be a tensor of int32 or int64, found {cu_seqlens!r:.80}.")
+    must_be_tensors("pack", *([rows] if isinstance(rows, Tensor) else rows))
+    must_be_tensors("pack", *([] if cu_seqlens is None else [cu_seqlens]))
     if isinstance(rows, Tensor):
         if cu_seqlens is None:
             raise InvalidArgument("pack: rows in one tensor need cu_seqlens, which says how long each of them is.")
-        total = _bounds("pack", cu_seqlens)[-1] if total is None else total
-        kernel = torch.ops.knit.pack.default if recorded([rows]) else _pack
-        out: Tensor = kernel(rows, cu_seqlens, total)
-        return out
+        return _packed(rows, cu_seqlens, _bounds("pack", cu_seqlens)[-1] if total is None else total)
     if not rows:
         raise InvalidArgument("pack: there are no rows, so nothing says of which dtype and shape the result is.")
     lengths = [row.shape[0] if row.dim() else 0 for row in rows]
     if cu_seqlens is None:
         bounds = [0, *accumulate(lengths)]
         total = bounds[-1] if total is None else total
+        if total < bounds[-1]:
+            raise InvalidArgument(f"pack: rows of {bounds[-1]} tokens do not fit a total of {total}.")
         segments = torch.tensor([(i, 0, b - a, a) for i, (a, b) in enumerate(pairwise(bounds))], device="cpu")
     else:
         if total is None:
@@ -74,12 +72,11 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, length: int | None = None, pad: f
     Raises:
         InvalidArgument: before anything is moved; also where an integer dtype has no such pad value.
     """
+    must_be_tensors("unpack", packed, cu_seqlens)
     if length is None:
         bounds = _bounds("unpack", cu_seqlens)
         length = max([0, *(b - a for a, b in pairwise(bounds))])
-    kernel = torch.ops.knit.unpack.default if recorded([packed]) else _unpack
-    out: Tensor = kernel(packed, cu_seqlens, length, pad)
-    return out
+    return _unpacked(packed, cu_seqlens, length, pad)
 
 
 def _bounds(op: str, cu_seqlens: Tensor) -> list[int]:
@@ -88,17 +85,7 @@ def _bounds(op: str, cu_seqlens: Tensor) -> list[int]:
     return bounds
 
 
-# -- operators ---------------------------------------------------------------------------------------------------------
-
-torch.library.define("knit::pack", "(Tensor rows, Tensor cu_seqlens, SymInt total) -> Tensor", tags=UNSAFE_IN_GRAPHS)
-torch.library.define(
-    "knit::unpack", "(Tensor packed, Tensor cu_seqlens, SymInt length, float pad) -> Tensor", tags=UNSAFE_IN_GRAPHS
-)
-torch.library.define("knit::segments_of_rows", "(Tensor cu_seqlens, SymInt[] lengths, SymInt total) -> Tensor")
-torch.library.define("knit::pack_rows", "(Tensor(a!) out, Tensor rows, Tensor cu_seqlens) -> ()", tags=UNSAFE_IN_GRAPHS)
-torch.library.define(
-    "knit::unpack_rows", "(Tensor(a!) out, Tensor packed, Tensor cu_seqlens, int pad) -> ()", tags=UNSAFE_IN_GRAPHS
-)
+# -- work --------------------------------------------------------------------------------------------------------------
 
 
 def _segments_of_rows(cu_seqlens: Tensor, lengths: Sequence[int], total: int) -> Tensor:
@@ -108,16 +95,16 @@ def _segments_of_rows(cu_seqlens: Tensor, lengths: Sequence[int], total: int) ->
         raise InvalidArgument(f"pack: {bounds}.")
     must_be_right("pack", wrong_cu_seqlens(bounds, len(lengths), max(lengths), total))
     sizes = np.diff(bounds)
-    return torch.from_numpy(np.stack([np.arange(len(sizes)), np.zeros_like(sizes), sizes, bounds[:-1]], 1))
+    return table_of(np.arange(len(sizes)), 0, sizes, bounds[:-1])
 
 
 def _pack(rows: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     def work() -> Tensor:
         out = rows.new_empty((total, *rows.shape[2:]))
-        torch.ops.knit.pack_rows.default(out, rows.contiguous(), cu_seqlens.contiguous())
+        torch.ops.knit.pack_rows.default(out, *contiguous([rows, cu_seqlens]))
         return out
 
-    return run("pack", work, lambda: _wrong(rows, cu_seqlens, total))
+    return run("pack", work, lambda: _wrong_pack(rows, cu_seqlens, total))
 
 
 def _unpack(packed: Tensor, cu_seqlens: Tensor, length: int, pad: float) -> Tensor:
@@ -125,13 +112,13 @@ def _unpack(packed: Tensor, cu_seqlens: Tensor, length: int, pad: float) -> Tens
 
     def work() -> Tensor:
         out = packed.new_empty((cu_seqlens.numel() - 1, length, *packed.shape[1:]))
-        torch.ops.knit.unpack_rows.default(out, packed.contiguous(), cu_seqlens.contiguous(), bits)
+        torch.ops.knit.unpack_rows.default(out, *contiguous([packed, cu_seqlens]), bits)
         return out
 
-    return run("unpack", work, lambda: _wrong_back(packed, cu_seqlens, length))
+    return run("unpack", work, lambda: _wrong_unpack(packed, cu_seqlens, length))
 
 
-def _wrong(rows: Tensor, cu_seqlens: Tensor, total: int) -> str | None:
+def _wrong_pack(rows: Tensor, cu_seqlens: Tensor, total: int) -> str | None:
     if rows.dim() < 2 or total < 0:
         return f"rows must be [B, L, *] and total at least 0, found {list(rows.shape)} and {total}"
     bounds = numbers_of("cu_seqlens", cu_seqlens, 1)
@@ -140,7 +127,7 @@ def _wrong(rows: Tensor, cu_seqlens: Tensor, total: int) -> str | None:
     return wrong_data(rows=[rows]) or wrong_cu_seqlens(bounds, rows.shape[0], rows.shape[1], total)
 
 
-def _wrong_back(packed: Tensor, cu_seqlens: Tensor, length: int) -> str | None:
+def _wrong_unpack(packed: Tensor, cu_seqlens: Tensor, length: int, _pad: float = 0.0) -> str | None:
     if packed.dim() < 1 or length < 0:
         return f"packed must be [T, *] and length at least 0, found {list(packed.shape)} and {length}"
     bounds = numbers_of("cu_seqlens", cu_seqlens, 1)
@@ -151,21 +138,21 @@ def _wrong_back(packed: Tensor, cu_seqlens: Tensor, length: int) -> str | None:
     return wrong_data(packed=[packed]) or wrong_cu_seqlens(bounds, len(bounds) - 1, length, packed.shape[0])
 
 
-def _wrong_rows(out: Tensor, rows: Tensor, cu_seqlens: Tensor) -> str | None:
+def _wrong_pack_rows(out: Tensor, rows: Tensor, cu_seqlens: Tensor) -> str | None:
     if out.dim() < 1 or out.shape[1:] != rows.shape[2:]:
         return f"out must be [T, *] where rows are [B, L, *], found {list(out.shape)} and {list(rows.shape)}"
-    return wrong_data(out=[out], rows=[rows]) or _wrong(rows, cu_seqlens, out.shape[0])
+    return wrong_data(out=[out], rows=[rows]) or _wrong_pack(rows, cu_seqlens, out.shape[0])
 
 
-def _wrong_rows_back(out: Tensor, packed: Tensor, cu_seqlens: Tensor, _pad: int) -> str | None:
+def _wrong_unpack_rows(out: Tensor, packed: Tensor, cu_seqlens: Tensor, _pad: int) -> str | None:
     if out.dim() < 2 or out.shape[2:] != packed.shape[1:] or out.shape[0] != cu_seqlens.numel() - 1:
         return f"out must be [B, L, *] where packed is [T, *], found {list(out.shape)} and {list(packed.shape)}"
-    return wrong_data(out=[out], packed=[packed]) or _wrong_back(packed, cu_seqlens, out.shape[1])
+    return wrong_data(out=[out], packed=[packed]) or _wrong_unpack(packed, cu_seqlens, out.shape[1])
 
 
 def pack_rows_reference(out: Tensor, rows: Tensor, cu_seqlens: Tensor) -> None:
     """The specification, row by row; also the kernel where there is no other."""
-    must_be_right("pack", _wrong_rows(out, rows, cu_seqlens))
+    must_be_right("pack", _wrong_pack_rows(out, rows, cu_seqlens))
     bounds = cu_seqlens.tolist()
     for i, row in enumerate(rows):
         out[bounds[i] : bounds[i + 1]] = row[: bounds[i + 1] - bounds[i]]
@@ -174,7 +161,7 @@ def pack_rows_reference(out: Tensor, rows: Tensor, cu_seqlens: Tensor) -> None:
 
 def unpack_rows_reference(out: Tensor, packed: Tensor, cu_seqlens: Tensor, pad: int) -> None:
     """The specification, row by row; ``pad`` are the bits to fill with."""
-    must_be_right("unpack", _wrong_rows_back(out, packed, cu_seqlens, pad))
+    must_be_right("unpack", _wrong_unpack_rows(out, packed, cu_seqlens, pad))
     bounds, width = cu_seqlens.tolist(), out.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
     for i, row in enumerate(out):
@@ -183,30 +170,7 @@ def unpack_rows_reference(out: Tensor, packed: Tensor, cu_seqlens: Tensor, pad: 
         row[n:].view(kind)[...] = pad
 
 
-_KERNELS: dict[str, Callable[..., object]] = {
-    "knit::pack": _pack,
-    "knit::unpack": _unpack,
-    "knit::segments_of_rows": _segments_of_rows,
-    "knit::pack_rows": pack_rows_reference,
-    "knit::unpack_rows": unpack_rows_reference,
-}
-for _name, _kernel in _KERNELS.items():
-    torch.library.impl(_name, _DEVICE, _kernel)  # on any device that has no kernel of its own
-
-on_gpu("pack_rows", _wrong_rows, pack_rows_reference)
-on_gpu("unpack_rows", _wrong_rows_back, unpack_rows_reference)
-
-fake("pack", lambda rows, _, total: rows.new_empty((at_least_0(total), *rows.shape[2:])), _wrong)
-fake(
-    "unpack",
-    lambda packed, cu, length, _: packed.new_empty((at_least_0(cu.numel() - 1), at_least_0(length), *packed.shape[1:])),
-    lambda packed, cu, length, _: _wrong_back(packed, cu, length),
-)
-torch.library.register_fake(
-    "knit::segments_of_rows", lambda cu, lengths, _: torch.empty(len(lengths), 4, dtype=torch.int64, device=cu.device)
-)
-fake("pack_rows", lambda *_: None, _wrong_rows)
-fake("unpack_rows", lambda *_: None, _wrong_rows_back)
+# -- operators ---------------------------------------------------------------------------------------------------------
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -217,13 +181,39 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (cu_seqlens,) = ctx.saved_tensors
-    return torch.ops.knit.unpack.default(grad, cu_seqlens, ctx.size[1], 0.0), None, None
+    return _unpacked(grad, cu_seqlens, ctx.size[1], 0.0), None, None
 
 
 def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     (cu_seqlens,) = ctx.saved_tensors
-    return torch.ops.knit.pack.default(grad, cu_seqlens, ctx.size[0]), None, None, None
+    return _packed(grad, cu_seqlens, ctx.size[0]), None, None, None
 
 
-torch.library.register_autograd("knit::pack", _pack_backward, setup_context=_remember)
-torch.library.register_autograd("knit::unpack", _unpack_backward, setup_context=_remember)
+kernel("pack_rows", "(Tensor(a!) out, Tensor rows, Tensor cu_seqlens) -> ()", _wrong_pack_rows, pack_rows_reference)
+kernel(
+    "unpack_rows",
+    "(Tensor(a!) out, Tensor packed, Tensor cu_seqlens, int pad) -> ()",
+    _wrong_unpack_rows,
+    unpack_rows_reference,
+)
+_packed = operator(
+    "pack",
+    "(Tensor rows, Tensor cu_seqlens, SymInt total) -> Tensor",
+    _pack,
+    lambda rows, _, total: rows.new_empty((at_least_0(total), *rows.shape[2:])),
+    _wrong_pack,
+    (_remember, _pack_backward),
+)
+_unpacked = operator(
+    "unpack",
+    "(Tensor packed, Tensor cu_seqlens, SymInt length, float pad) -> Tensor",
+    _unpack,
+    lambda packed, cu, length, _: packed.new_empty((at_least_0(cu.numel() - 1), at_least_0(length), *packed.shape[1:])),
+    _wrong_unpack,
+    (_remember, _unpack_backward),
+)
+torch.library.define("knit::segments_of_rows", "(Tensor cu_seqlens, SymInt[] lengths, SymInt total) -> Tensor")
+torch.library.impl("knit::segments_of_rows", "CompositeExplicitAutograd", _segments_of_rows)
+torch.library.register_fake(
+    "knit::segments_of_rows", lambda cu, lengths, _: torch.empty(len(lengths), 4, dtype=torch.int64, device=cu.device)
+)

@@ -11,17 +11,17 @@ row by row in the order of the segments, so it comes out the same, bit by bit, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops.dispatch import UNSAFE_IN_GRAPHS, at_least_0, fake, must_be_right, on_gpu, recorded, run
-from knit_data.ops.tables import SUMS, numbers_of, wrong_data, wrong_levels, wrong_segments
+from knit_data.ops.dispatch import at_least_0, contiguous, kernel, must_be_right, must_be_tensors, operator, run
+from knit_data.ops.tables import SUMS, numbers_of, wrong_data, wrong_levels, wrong_memory, wrong_segments
 
-_DEVICE = "CompositeExplicitAutograd"
 Tensors: TypeAlias = Sequence[Tensor]
 
 
@@ -41,10 +41,8 @@ def gather_segments(sources: Tensor | Tensors | Sequence[Tensors], segments: Ten
     Raises:
         InvalidArgument: before anything is moved.
     """
-    _must_be_a_table("gather_segments", segments)
-    flat, levels = _flat(sources)
-    kernel = torch.ops.knit.gather_segments.default if recorded(flat) else _gather
-    outs: list[Tensor] = kernel(flat, segments, total, levels or 1)
+    flat, levels = _flat("gather_segments", sources, segments)
+    outs = _gathered(flat, segments, total, levels or 1)
     return tuple(outs) if levels else outs[0]
 
 
@@ -53,21 +51,18 @@ def scatter_segments(base: Tensor, sources: Tensor | Tensors, segments: Tensor) 
 
     Base rows [a b c], sources ([d e]), segments [[0, 1, 1, 2]]: [a b e]. See ``gather_segments``, also for what raises.
     """
-    _must_be_a_table("scatter_segments", segments)
-    flat, _ = _flat(sources)
-    kernel = torch.ops.knit.scatter_segments.default if recorded([base, *flat]) else _scatter
-    out: Tensor = kernel(base, flat, segments)
-    return out
+    must_be_tensors("scatter_segments", base)
+    flat, _ = _flat("scatter_segments", sources, segments)
+    return _scattered(base, flat, segments)
 
 
 def scatter_segments_(base: Tensor, sources: Tensor | Tensors, segments: Tensor) -> Tensor:
     """Writes the segments into ``base`` and returns it. Not differentiable: see ``scatter_segments``. The sources share
     no memory with it."""
-    _must_be_a_table("scatter_segments", segments)
-    flat = _flat(sources)[0]
+    must_be_tensors("scatter_segments", base)
+    flat, _ = _flat("scatter_segments", sources, segments)
     _no_gradient("scatter_segments_", [base, *flat], "scatter_segments")
-    kernel = torch.ops.knit.scatter_segments_.default if recorded([base, *flat]) else _scatter_
-    kernel(base, flat, segments)
+    _write(base, flat, segments)
     return base
 
 
@@ -83,10 +78,10 @@ def accumulate_segments(grads: Tensor | Tensors, segments: Tensor, rows: Sequenc
     Returns:
         A list of tensors, one a source; or a tuple of such, one a level. float64 for float64, else float32.
     """
-    _must_be_a_table("accumulate_segments", segments)
-    levels = [grads] if isinstance(grads, Tensor) else list(grads)
-    kernel = torch.ops.knit.accumulate_segments.default if recorded(levels) else _accumulate
-    flat = kernel(levels, segments, list(rows))
+    levels, _ = _flat("accumulate_segments", grads, segments)
+    if not isinstance(rows, Sequence):
+        raise InvalidArgument(f"accumulate_segments: rows are a number for each source, found {rows!r:.80}.")
+    flat = _accumulated(levels, segments, list(rows))
     each = [flat[k * len(rows) : (k + 1) * len(rows)] for k in range(len(levels))]
     return each[0] if isinstance(grads, Tensor) else tuple(each)
 
@@ -96,30 +91,26 @@ def accumulate_segments_(
 ) -> None:
     """Adds to buffers that are there: ``buffers`` as the sources of ``gather_segments``, float64 for float64 gradients,
     else float32. They share no memory with each other."""
-    _must_be_a_table("accumulate_segments", segments)
-    flat, _ = _flat(buffers)
-    levels = [grads] if isinstance(grads, Tensor) else list(grads)
+    flat, _ = _flat("accumulate_segments", buffers, segments)
+    levels, _ = _flat("accumulate_segments", grads, segments)
     _no_gradient("accumulate_segments_", [*flat, *levels], "accumulate_segments")
-    kernel = torch.ops.knit.accumulate_segments_.default if recorded([*flat, *levels]) else _accumulate_
-    kernel(flat, levels, segments)
+    _add(flat, levels, segments)
 
 
-def _must_be_a_table(op: str, segments: Tensor) -> None:
-    if not isinstance(segments, Tensor):
-        raise InvalidArgument(f"{op}: segments must be a tensor [n, 4] of int32 or int64, found {segments!r:.80}.")
-
-
-def _flat(sources: Tensor | Tensors | Sequence[Tensors]) -> tuple[list[Tensor], int]:
+def _flat(op: str, sources: Tensor | Tensors | Sequence[Tensors], segments: Tensor) -> tuple[list[Tensor], int]:
     """The sources of all levels one after the other, and how many levels there are; 0: they came without."""
+    levels = 0
     if isinstance(sources, Tensor):
-        return [sources], 0
-    if not sources or isinstance(sources[0], Tensor):
-        return list(sources), 0  # type: ignore[arg-type]
-    if len({len(level) for level in sources}) != 1:
-        raise InvalidArgument(
-            f"levels must have the same number of sources, found {[len(level) for level in sources]}."
-        )
-    return [source for level in sources for source in level], len(sources)
+        flat = [sources]
+    elif not sources or not isinstance(sources[0], list | tuple):
+        flat = list(sources)  # type: ignore[arg-type]
+    else:
+        if len({len(level) for level in sources}) != 1:
+            found = [len(level) for level in sources]
+            raise InvalidArgument(f"{op}: levels must have the same number of sources, found {found}.")
+        flat, levels = [source for level in sources for source in level], len(sources)
+    must_be_tensors(op, segments, *flat)
+    return flat, levels
 
 
 def _no_gradient(op: str, tensors: Tensors, other: str) -> None:
@@ -127,27 +118,15 @@ def _no_gradient(op: str, tensors: Tensors, other: str) -> None:
         raise InvalidArgument(f"{op} writes in place and has no gradient; call {other}, or it under torch.no_grad().")
 
 
-# -- operators ---------------------------------------------------------------------------------------------------------
-
-for _name, _schema in {
-    "gather_segments": "(Tensor[] sources, Tensor segments, SymInt total, int levels) -> Tensor[]",
-    "scatter_segments": "(Tensor base, Tensor[] sources, Tensor segments) -> Tensor",
-    "scatter_segments_": "(Tensor(a!) base, Tensor[] sources, Tensor segments) -> ()",
-    "accumulate_segments": "(Tensor[] grads, Tensor segments, SymInt[] rows) -> Tensor[]",
-    "accumulate_segments_": "(Tensor(a!)[] buffers, Tensor[] grads, Tensor segments) -> ()",
-    "copy_segments": "(Tensor(a!)[] outs, Tensor[] sources, Tensor segments, bool fill) -> ()",
-    "add_segments": "(Tensor(a!)[] buffers, Tensor[] grads, Tensor segments) -> ()",
-}.items():
-    torch.library.define(f"knit::{_name}", _schema, tags=UNSAFE_IN_GRAPHS)
+# -- work --------------------------------------------------------------------------------------------------------------
 
 
 def _gather(sources: list[Tensor], segments: Tensor, total: int, levels: int) -> list[Tensor]:
-    fits = levels >= 1 and sources and len(sources) % levels == 0
-    must_be_right("gather_segments", None if fits else f"there are {len(sources)} sources for {levels} levels")
+    must_be_right("gather_segments", _wrong_count(sources, levels))
 
     def work() -> list[Tensor]:
         outs = _empty(sources, total, levels)
-        torch.ops.knit.copy_segments.default(outs, _contiguous(sources), segments.contiguous(), True)
+        torch.ops.knit.copy_segments.default(outs, contiguous(sources), segments.contiguous(), True)
         return outs
 
     return run("gather_segments", work, lambda: _wrong_gather(sources, segments, total, levels))
@@ -155,20 +134,22 @@ def _gather(sources: list[Tensor], segments: Tensor, total: int, levels: int) ->
 
 def _scatter_(base: Tensor, sources: list[Tensor], segments: Tensor) -> None:
     def work() -> None:
-        (out,) = _contiguous([base])
-        torch.ops.knit.copy_segments.default([out], _contiguous(sources), segments.contiguous(), False)
+        (out,) = contiguous([base])
+        if out is not base:
+            must_be_right("scatter_segments", _wrong_views([base]))
+        torch.ops.knit.copy_segments.default([out], contiguous(sources), segments.contiguous(), False)
         _written([out], [base])
 
-    run("scatter_segments", work, lambda: _wrong(base, sources, segments))
+    run("scatter_segments", work, lambda: _wrong_copy(base, sources, segments))
 
 
 def _scatter(base: Tensor, sources: list[Tensor], segments: Tensor) -> Tensor:
     def work() -> Tensor:
         out = base.clone(memory_format=torch.contiguous_format)
-        torch.ops.knit.copy_segments.default([out], _contiguous(sources), segments.contiguous(), False)
+        torch.ops.knit.copy_segments.default([out], contiguous(sources), segments.contiguous(), False)
         return out
 
-    return run("scatter_segments", work, lambda: _wrong(base, sources, segments))
+    return run("scatter_segments", work, lambda: _wrong_copy(base, sources, segments))
 
 
 def _accumulate(grads: list[Tensor], segments: Tensor, rows: list[int]) -> list[Tensor]:
@@ -180,22 +161,13 @@ def _accumulate(grads: list[Tensor], segments: Tensor, rows: list[int]) -> list[
 
 def _accumulate_(buffers: list[Tensor], grads: list[Tensor], segments: Tensor) -> None:
     def work() -> None:
-        outs = _contiguous(buffers)
-        torch.ops.knit.add_segments.default(outs, _contiguous(grads), segments.contiguous())
+        outs = contiguous(buffers)
+        if any(out is not buffer for out, buffer in zip(outs, buffers, strict=True)):
+            must_be_right("accumulate_segments", _wrong_views(buffers))
+        torch.ops.knit.add_segments.default(outs, contiguous(grads), segments.contiguous())
         _written(outs, buffers)
 
-    must_be_right("accumulate_segments", _wrong_twice(buffers))
     run("accumulate_segments", work, lambda: _wrong_sum(buffers, grads, segments))
-
-
-def _contiguous(tensors: Tensors) -> list[Tensor]:
-    """The tensors themselves where they are what a kernel takes: numbers end to end, none of them to be negated yet."""
-    return [
-        tensor
-        if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        else tensor.resolve_conj().resolve_neg().contiguous()
-        for tensor in tensors
-    ]
 
 
 def _written(outs: Tensors, tensors: Tensors) -> None:
@@ -219,36 +191,49 @@ def _buffers(grads: Tensors, rows: Sequence[int]) -> list[Tensor]:
 # -- what is wrong -----------------------------------------------------------------------------------------------------
 
 
+def _wrong_count(sources: Tensors, levels: int) -> str | None:
+    fits = levels >= 1 and sources and len(sources) % levels == 0
+    return None if fits else f"there are {len(sources)} sources for {levels} levels"
+
+
 def _wrong_rows(rows: Sequence[int]) -> str | None:
     return None if min(rows, default=0) >= 0 else f"rows must not be negative, found {list(rows)}"
 
 
-def _wrong_twice(buffers: Tensors) -> str | None:
-    places = [buffer.data_ptr() for buffer in buffers if buffer.numel()]
-    return None if len(set(places)) == len(places) else "two of the buffers are the same memory"
+def _wrong_views(written: Tensors) -> str | None:
+    """Of views whose copies are written first, and then they: two must not be the same, none be the same as itself."""
+    for one in written:
+        if any(stride == 0 and n > 1 for stride, n in zip(one.stride(), one.shape, strict=True)):
+            return f"a tensor {[*one.shape]} of strides {[*one.stride()]} is written to, though expanded; clone it"
+    places = [one.data_ptr() for one in written if one.numel()]
+    return None if len(set(places)) == len(places) else "two of the tensors, one of them written to, share memory"
 
 
-def _wrong(packed: Tensor | Tensors, sources: Tensors, segments: Tensor, _fill: bool = False) -> str | None:
-    packed = [packed] if isinstance(packed, Tensor) else packed
-    return wrong_data(base=packed, sources=sources) or _wrong_places(packed, sources, segments)
-
-
-def _wrong_places(packed: Tensors, sources: Tensors, segments: Tensor) -> str | None:
-    if (wrong := wrong_levels(packed, sources)) is not None:
+def _wrong_places(packed: Sequence[Sequence[int]], sources: Tensors, segments: Tensor) -> str | None:
+    """``packed``: the shapes, one a level."""
+    if (wrong := wrong_levels(packed, [source.shape for source in sources])) is not None:
         return wrong
     table = numbers_of("segments", segments, 4)
     if isinstance(table, str):
         return table
     rows = [source.shape[0] for source in sources[: len(sources) // len(packed)]]
-    return wrong_segments(table, rows, packed[0].shape[0])
+    return wrong_segments(table, rows, packed[0][0])
 
 
 def _wrong_gather(sources: Tensors, segments: Tensor, total: int, levels: int) -> str | None:
     if total < 0:
         return f"total must be at least 0, found {total}"
-    if (wrong := wrong_data(sources=sources)) is not None:
+    if (wrong := _wrong_count(sources, levels) or wrong_data(sources=sources)) is not None:
         return wrong
-    return _wrong_places(_empty([s[:0] for s in sources], total, levels), sources, segments)
+    first = sources[:: len(sources) // levels]
+    return _wrong_places([(total, *source.shape[1:]) for source in first], sources, segments)
+
+
+def _wrong_copy(base: Tensor | Tensors, sources: Tensors, segments: Tensor, fill: bool = False) -> str | None:
+    """``base``: of one level, or of each."""
+    packed = [base] if isinstance(base, Tensor) else base
+    wrong = wrong_data(base=packed, sources=sources) or _wrong_places([one.shape for one in packed], sources, segments)
+    return wrong or (None if fill else wrong_memory(packed, sources))
 
 
 def _wrong_sum(buffers: Tensors, grads: Tensors, segments: Tensor) -> str | None:
@@ -262,7 +247,7 @@ def _wrong_sum(buffers: Tensors, grads: Tensors, segments: Tensor) -> str | None
                 f"buffers are {buffers[0].dtype} on {buffers[0].device}; gradients of {grads[0].dtype} on "
                 f"{grads[0].device} are summed in {kind} there"
             )
-    return wrong or _wrong_places(grads, buffers, segments)
+    return wrong or _wrong_places([one.shape for one in grads], buffers, segments) or wrong_memory(buffers, grads)
 
 
 # -- references --------------------------------------------------------------------------------------------------------
@@ -270,7 +255,7 @@ def _wrong_sum(buffers: Tensors, grads: Tensors, segments: Tensor) -> str | None
 
 def copy_segments_reference(outs: list[Tensor], sources: list[Tensor], segments: Tensor, fill: bool) -> None:
     """The specification, segment by segment; also the kernel where there is no other."""
-    must_be_right("segments", _wrong(outs, sources, segments))
+    must_be_right("segments", _wrong_copy(outs, sources, segments, fill))
     count = len(sources) // len(outs)
     for k, out in enumerate(outs):
         if fill:
@@ -289,36 +274,7 @@ def add_segments_reference(buffers: list[Tensor], grads: list[Tensor], segments:
             buffer[first : first + length] += grad[place : place + length].to(buffer.dtype)
 
 
-_KERNELS: dict[str, Callable[..., object]] = {
-    "knit::gather_segments": _gather,
-    "knit::scatter_segments_": _scatter_,
-    "knit::scatter_segments": _scatter,
-    "knit::accumulate_segments": _accumulate,
-    "knit::accumulate_segments_": _accumulate_,
-    "knit::copy_segments": copy_segments_reference,
-    "knit::add_segments": add_segments_reference,
-}
-for _name, _kernel in _KERNELS.items():
-    torch.library.impl(_name, _DEVICE, _kernel)  # on any device that has no kernel of its own
-
-
-on_gpu("copy_segments", _wrong, copy_segments_reference)
-on_gpu("add_segments", _wrong_sum, add_segments_reference)
-
-
-# -- fake and autograd -------------------------------------------------------------------------------------------------
-
-fake("gather_segments", lambda sources, _, total, levels: _empty(sources, at_least_0(total), levels), _wrong_gather)
-fake("scatter_segments", lambda base, *_: torch.empty_like(base, memory_format=torch.contiguous_format), _wrong)
-fake(
-    "accumulate_segments",
-    lambda grads, _, rows: _buffers(grads, [at_least_0(n) for n in rows]),
-    lambda grads, segments, rows: _wrong_rows(rows) or _wrong_sum(_buffers(grads, rows), grads, segments),
-)
-fake("scatter_segments_", lambda *_: None, _wrong)
-fake("accumulate_segments_", lambda *_: None, _wrong_sum)
-fake("copy_segments", lambda *_: None, _wrong)
-fake("add_segments", lambda *_: None, _wrong_sum)
+# -- operators ---------------------------------------------------------------------------------------------------------
 
 
 def _remember_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -339,20 +295,20 @@ def _summed(grads: list[Tensor], segments: Tensor, rows: list[int], dtype: torch
     if dtype.is_complex:
         pairs = [torch.view_as_real(grad.resolve_conj()) for grad in grads]
         return [torch.view_as_complex(one) for one in _summed(pairs, segments, rows, dtype.to_real())]
-    return [one.to(dtype) for one in torch.ops.knit.accumulate_segments.default(grads, segments, rows)]
+    return [one.to(dtype) for one in _accumulated(grads, segments, rows)]
 
 
 def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    _, sources, segments = inputs
+    base, sources, segments = inputs
     ctx.save_for_backward(segments)
-    ctx.rows, ctx.dtype = [source.shape[0] for source in sources], sources[0].dtype
+    ctx.rows, ctx.dtype = [source.shape[0] for source in sources], base.dtype
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], None]:
     (segments,) = ctx.saved_tensors
     blank = [grad.new_zeros((n, *grad.shape[1:])) for n in ctx.rows]
-    outside = torch.ops.knit.scatter_segments.default(grad, blank, segments)
+    outside = _scattered(grad, blank, segments)
     return outside, _summed([grad], segments, ctx.rows, ctx.dtype), None
 
 
@@ -365,10 +321,57 @@ def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _sum_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
     (segments,) = ctx.saved_tensors
-    outs = torch.ops.knit.gather_segments.default(list(grads), segments, ctx.total, ctx.levels)
+    outs = _gathered(list(grads), segments, ctx.total, ctx.levels)
     return [out.to(ctx.dtype) for out in outs], None, None
 
 
-torch.library.register_autograd("knit::gather_segments", _gather_backward, setup_context=_remember_gather)
-torch.library.register_autograd("knit::scatter_segments", _scatter_backward, setup_context=_remember_scatter)
-torch.library.register_autograd("knit::accumulate_segments", _sum_backward, setup_context=_remember_sum)
+kernel(
+    "copy_segments",
+    "(Tensor(a!)[] outs, Tensor[] sources, Tensor segments, bool fill) -> ()",
+    _wrong_copy,
+    copy_segments_reference,
+)
+kernel(
+    "add_segments",
+    "(Tensor(a!)[] buffers, Tensor[] grads, Tensor segments) -> ()",
+    _wrong_sum,
+    add_segments_reference,
+)
+_gathered = operator(
+    "gather_segments",
+    "(Tensor[] sources, Tensor segments, SymInt total, int levels) -> Tensor[]",
+    _gather,
+    lambda sources, _, total, levels: _empty(sources, at_least_0(total), levels),
+    _wrong_gather,
+    (_remember_gather, _gather_backward),
+)
+_scattered = operator(
+    "scatter_segments",
+    "(Tensor base, Tensor[] sources, Tensor segments) -> Tensor",
+    _scatter,
+    lambda base, *_: torch.empty_like(base, memory_format=torch.contiguous_format),
+    partial(_wrong_copy, fill=True),  # into a copy
+    (_remember_scatter, _scatter_backward),
+)
+_accumulated = operator(
+    "accumulate_segments",
+    "(Tensor[] grads, Tensor segments, SymInt[] rows) -> Tensor[]",
+    _accumulate,
+    lambda grads, _, rows: _buffers(grads, [at_least_0(n) for n in rows]),
+    lambda grads, segments, rows: _wrong_rows(rows) or _wrong_sum(_buffers(grads, rows), grads, segments),
+    (_remember_sum, _sum_backward),
+)
+_write = operator(
+    "scatter_segments_",
+    "(Tensor(a!) base, Tensor[] sources, Tensor segments) -> ()",
+    _scatter_,
+    lambda *_: None,
+    _wrong_copy,
+)
+_add = operator(
+    "accumulate_segments_",
+    "(Tensor(a!)[] buffers, Tensor[] grads, Tensor segments) -> ()",
+    _accumulate_,
+    lambda *_: None,
+    _wrong_sum,
+)

@@ -17,13 +17,31 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
 
 Ints = NDArray[np.int64]
+MOVED = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32),
+        *(torch.uint64, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex32, torch.complex64),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    }
+)  # what the stable interface of torch knows, of 1, 2, 4 and 8 bytes
 SUMS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be accumulated
+
+
+def table_of(source: ArrayLike, first: ArrayLike, length: ArrayLike, place: ArrayLike) -> Tensor:
+    """A table from its columns; what is one number is the same in every row.
+
+    >>> table_of(0, [2, 0], [3, 1], [0, 4]).tolist()
+    [[0, 2, 3, 0], [0, 0, 1, 4]]
+    """
+    columns = np.broadcast_arrays(source, first, length, place)
+    return torch.from_numpy(np.stack(columns, 1).astype(np.int64, copy=False))
 
 
 def numbers_of(name: str, table: Tensor, columns: int) -> Ints | str:
@@ -94,26 +112,43 @@ def wrong_data(**groups: Sequence[Tensor]) -> str | None:
                 f"{name} is {tensor.dtype} on {tensor.device}, {other} is {like.dtype} on {like.device}; bring them to "
                 "one dtype and device"
             )
-        if tensor.element_size() not in (1, 2, 4, 8):
-            return f"{name} is {tensor.dtype}, of {tensor.element_size()} bytes; 1, 2, 4 and 8 can be moved"
+        if tensor.dtype not in MOVED or tensor.layout != torch.strided:
+            return f"{name} is {tensor.dtype}, {tensor.layout}; views of it as integers of 1 to 8 bytes can be moved"
     return None
 
 
-def wrong_levels(packed: Sequence[Tensor], sources: Sequence[Tensor]) -> str | None:
-    """Why these sources are not the same number for each of the packed tensors, of equal rows, or None."""
+def wrong_levels(packed: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]) -> str | None:
+    """Why sources of these shapes are not the same number for each packed tensor, of equal rows, or None."""
     if not packed or len(sources) % len(packed):
         return f"{len(sources)} sources do not divide into {len(packed)} levels"
     count = len(sources) // len(packed)
     for k, one in enumerate(packed):
-        if one.shape[0] != packed[0].shape[0]:
-            return f"level {k} has {one.shape[0]} packed rows, the first {packed[0].shape[0]}"
+        if one[0] != packed[0][0]:
+            return f"level {k} has {one[0]} packed rows, the first {packed[0][0]}"
         for s, source in enumerate(sources[k * count : (k + 1) * count]):
-            if source.shape[1:] != one.shape[1:]:
-                hint = "; a padded [B, L, *] goes in as its flatten(0, 1)" if one.dim() > source.dim() else ""
-                rows = f"{list(source.shape[1:])}, packed are {list(one.shape[1:])}"
-                return f"source {s} of level {k} has rows {rows}{hint}"
-            if source.shape[0] != sources[s].shape[0]:
-                return f"source {s} has {source.shape[0]} rows in level {k} and {sources[s].shape[0]} in the first"
+            if [*source[1:]] != [*one[1:]]:
+                hint = "; a padded [B, L, *] goes in as its flatten(0, 1)" if len(one) > len(source) else ""
+                return f"source {s} of level {k} has rows {[*source[1:]]}, packed are {[*one[1:]]}{hint}"
+            if source[0] != sources[s][0]:
+                return f"source {s} has {source[0]} rows in level {k} and {sources[s][0]} in the first"
+    return None
+
+
+def wrong_memory(written: Sequence[Tensor], read: Sequence[Tensor]) -> str | None:
+    """Why these, contiguous, do not go into one call: two share memory, and one of them is written; or None."""
+    extents = [
+        (one.data_ptr(), one.data_ptr() + one.nbytes, tensors is written)
+        for tensors in (written, read)
+        for one in tensors
+        if one.nbytes and not one.is_meta
+    ]
+    reached = reached_by_writes = 0
+    for begin, end, writes in sorted(extents):
+        if begin < (reached if writes else reached_by_writes):
+            return "two of the tensors, one of them written to, share memory"
+        reached = max(reached, end)
+        if writes:
+            reached_by_writes = max(reached_by_writes, end)
     return None
 
 

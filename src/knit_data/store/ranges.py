@@ -12,7 +12,7 @@ import xxhash
 
 from knit_data.errors import CorruptData, KnitError
 from knit_data.infos import Array
-from knit_data.ops import read_ranges
+from knit_data.ops.read import read_ranges
 from knit_data.store.backend import Backend, Read
 
 
