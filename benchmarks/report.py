@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -88,13 +89,14 @@ class Report:
 def interleaved(
     providers: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, one of each provider in turn; a first round is not counted.
+    """Milliseconds of each call, one of each provider a turn; a first turn is not counted. The order changes from turn
+    to turn, since what ran before leaves its mark on caches and free memory.
 
     ``clock=time.thread_time`` counts this thread's processor time only: for pure computation on a shared machine.
     """
     times: dict[str, list[float]] = {name: [] for name in providers}
     for turn in range(repeats + 1):
-        for name, call in providers.items():
+        for name, call in random.Random(turn).sample(sorted(providers.items()), len(providers)):
             start = clock()
             call()
             if turn:

@@ -17,6 +17,7 @@ from knit_data.errors import InvalidArgument
 
 T = TypeVar("T")
 _ANYWHERE = "CompositeExplicitAutograd"  # on any device that has no kernel of its own
+_LISTS = (list, tuple)
 _PLAIN = frozenset[type]({Tensor, torch.nn.Parameter})  # types whose data is what it seems
 # a CUDA graph would replay addresses; versions of torch without the tag are told at the launch only
 UNSAFE_IN_GRAPHS = tuple(tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None)
@@ -60,25 +61,23 @@ def operator(
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return dispatched(*arguments)
-        tensors, lengths = list[Tensor](), list[int]()
-        for one in arguments:
-            several = isinstance(one, list) and bool(one) and isinstance(one[0], Tensor)
-            lengths.append(len(one) if several else -1)
-            if several:
-                tensors += one
-            elif isinstance(one, Tensor):
-                tensors.append(one)
-        if _is_for_torch(tensors):
+        plain, recorded = _kinds(arguments)
+        if not plain:
             return dispatched(*arguments)
-        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        if not recorded or not torch.is_grad_enabled():
             return work(*arguments)
         if node is None:
             return dispatched(*arguments)
-        flat = [one for a, n in zip(arguments, lengths, strict=True) for one in (a if n >= 0 else [a])]
+        lengths = [len(one) if _is_several(one) else -1 for one in arguments]
+        flat = [one for a in arguments for one in (a if _is_several(a) else [a])]
         out = node.apply(lengths, *flat)
         return list(out) if isinstance(out, tuple) else out
 
     return call
+
+
+def _is_several(argument: Any) -> bool:
+    return isinstance(argument, _LISTS) and bool(argument) and isinstance(argument[0], Tensor)
 
 
 def _node(work: Callable[..., Any], remember: Callable[..., None], backward: Callable[..., Any]) -> Any:
@@ -130,8 +129,14 @@ def _tiles() -> Any:
 
 
 def _tensors_of(arguments: Iterable[Any]) -> list[Tensor]:
-    flat = [one for a in arguments for one in (a if isinstance(a, list | tuple) else [a])]
-    return [one for one in flat if isinstance(one, Tensor)]
+    """Those among them, and in lists among them."""
+    out = list[Tensor]()
+    for one in arguments:
+        if isinstance(one, Tensor):
+            out.append(one)
+        elif _is_several(one):
+            out += one
+    return out
 
 
 def _wrong_for_a_launch(tensors: Sequence[Tensor]) -> str | None:
@@ -168,13 +173,21 @@ def at_least_0(size: Any) -> Any:
     return max(size, 0) if isinstance(size, int) else size
 
 
-def _is_for_torch(tensors: Sequence[Tensor]) -> bool:
-    """Whether an op on these goes through torch's dispatcher: one of them is more than a tensor."""
-    if not _PLAIN.issuperset(map(type, tensors)):
-        return True
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):
-        raise InvalidArgument("the ops have no forward-mode derivative, call backward() or torch.autograd.grad.")
-    return torch._C._functorch.peek_interpreter_stack() is not None  # vmap, whose tensors look like any other
+def _kinds(arguments: Iterable[Any]) -> tuple[bool, bool]:
+    """Whether the tensors among them are no more than that, so that torch's dispatcher need not be asked, and whether
+    one requires a gradient. A plain loop, as it is most of what a tiny op costs beside its kernel."""
+    plain, recorded = torch._C._functorch.peek_interpreter_stack() is None, False  # vmap's look like any other
+    if forward_ad._current_level >= 0:
+        tensors = _tensors_of(arguments)
+        if any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):
+            raise InvalidArgument("the ops have no forward-mode derivative, call backward() or torch.autograd.grad.")
+    for argument in arguments:
+        for one in argument if type(argument) is list else (argument,):
+            if type(one) in _PLAIN:
+                recorded = recorded or one.requires_grad
+            elif isinstance(one, Tensor):
+                plain = False
+    return plain, recorded
 
 
 def contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
-from knit_data.ops.dispatch import at_least_0, contiguous, kernel, must_be_right, must_be_tensors, operator, run
+from knit_data.ops.dispatch import at_least_0, kernel, must_be_right, must_be_tensors, operator, run
 from knit_data.ops.segment import gather_segments
 from knit_data.ops.tables import bits_of, numbers_of, table_of, wrong_cu_seqlens, wrong_data, wrong_table
 
@@ -37,12 +37,13 @@ def pack(rows: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None = None, tota
     Raises:
         InvalidArgument: before anything is moved.
     """
-    must_be_tensors("pack", *([rows] if isinstance(rows, Tensor) else rows))
-    must_be_tensors("pack", *([] if cu_seqlens is None else [cu_seqlens]))
+    if cu_seqlens is not None:
+        must_be_tensors("pack", cu_seqlens)
     if isinstance(rows, Tensor):
         if cu_seqlens is None:
             raise InvalidArgument("pack: rows in one tensor need cu_seqlens, which says how long each of them is.")
         return _packed(rows, cu_seqlens, _bounds("pack", cu_seqlens)[-1] if total is None else total)
+    must_be_tensors("pack", *rows)
     if not rows:
         raise InvalidArgument("pack: there are no rows, so nothing says of which dtype and shape the result is.")
     lengths = [row.shape[0] if row.dim() else 0 for row in rows]
@@ -101,7 +102,7 @@ def _segments_of_rows(cu_seqlens: Tensor, lengths: Sequence[int], total: int) ->
 def _pack(rows: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     def work() -> Tensor:
         out = rows.new_empty((total, *rows.shape[2:]))
-        torch.ops.knit.pack_rows.default(out, *contiguous([rows, cu_seqlens]))
+        torch.ops.knit.pack_rows.default(out, rows.contiguous(), cu_seqlens.contiguous())
         return out
 
     return run("pack", work, lambda: _wrong_pack(rows, cu_seqlens, total))
@@ -112,7 +113,7 @@ def _unpack(packed: Tensor, cu_seqlens: Tensor, length: int, pad: float) -> Tens
 
     def work() -> Tensor:
         out = packed.new_empty((cu_seqlens.numel() - 1, length, *packed.shape[1:]))
-        torch.ops.knit.unpack_rows.default(out, *contiguous([packed, cu_seqlens]), bits)
+        torch.ops.knit.unpack_rows.default(out, packed.contiguous(), cu_seqlens.contiguous(), bits)
         return out
 
     return run("unpack", work, lambda: _wrong_unpack(packed, cu_seqlens, length))
