@@ -1,4 +1,5 @@
-"""Rows that every benchmark prints: one JSON object a line, with quantiles, versions, machine and commit.
+"""Rows that every benchmark prints, and on request writes to a file: one JSON object a line, with quantiles, versions,
+machine and commit.
 
     rows = Report("planning", json_path)
     rows.add(case="tool, cap 16384", provider="knit_data", metric="time", unit="ms", samples=[4.1, 4.0, 4.4])
@@ -69,21 +70,22 @@ def commit() -> str | None:
 
 
 class Report:
-    """Prints rows and, given a path, appends them to that file."""
+    """Prints rows to be read and, given a path, appends them as JSON to that file."""
 
     def __init__(self, benchmark: str, path: str | None = None, packages: Sequence[str] = ("numpy",)) -> None:
         self.benchmark = benchmark
         self.path = path
         self.where = {"versions": versions(*packages), "machine": machine(), "commit": commit()}
+        packed = ", ".join(f"{name} {version}" for name, version in self.where["versions"].items())
+        print(f"{benchmark}, {self.where['commit']}, on {self.where['machine']}; {packed}", flush=True)
 
     def add(self, *, case: str, provider: str, metric: str, unit: str, samples: Sequence[float]) -> None:
         p20, p50, p80 = (float(f"{value:.6g}") for value in quantiles(samples))
         row = {"benchmark": self.benchmark, "case": case, "provider": provider, "metric": metric, "unit": unit}
-        line = json.dumps({**row, "p20": p20, "p50": p50, "p80": p80, **self.where})
-        print(line, flush=True)
+        print(f"{case:52} {provider:22} {metric:28} {p50:>10g} {unit:6} ({p20:g} to {p80:g})", flush=True)
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+                file.write(json.dumps({**row, "p20": p20, "p50": p50, "p80": p80, **self.where}) + "\n")
 
 
 def interleaved(
