@@ -91,7 +91,7 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "micro.to_tokens": (kd.MicroBatch.to_tokens, {"name": REQUIRED}),
     "micro.unpack": (kd.MicroBatch.unpack, {"tokens": REQUIRED}),
     "micro.pack": (kd.MicroBatch.pack, {"rows": REQUIRED}),
-    "micro.media.put": (kd.MediaBatch.put, {"embeddings": REQUIRED, "features": REQUIRED}),
+    "micro.media.put": (kd.MediaBatch.put, {"embeddings": REQUIRED, "features": REQUIRED, "level": None}),
     "micro.model_inputs": (kd.MicroBatch.model_inputs, {}),
     "SharedEncoder": (
         kd.SharedEncoder,

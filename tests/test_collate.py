@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from makers import fill, group, loader, trajectory
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import knit_data as kd
 from knit_data.arena import HostArenas
@@ -369,12 +370,25 @@ def test_gradients_go_through_rows_and_back(layout):
 def test_rows_are_made_in_a_compiled_function_too():
     with loader(fill(kd.TrajectoryStore("memory://"), 6), options={"prefetch": 0}) as run:
         micros = list(next(iter(run)))
-    whole = torch.compile(lambda micro, x: micro.pack(micro.unpack(x) * 2), backend="aot_eager")
+    assert len(micros) > 2
+    whole = torch.compile(lambda micro, x: micro.pack(micro.unpack(x) * 2), backend="aot_eager", fullgraph=True)
     for micro in micros:
         x = micro["logprobs"] + 1
-        assert torch.equal(whole(micro, x), micro.pack(micro.unpack(x)) * 2)
         inside = torch.compile(lambda y, micro=micro: micro.unpack(y) + 1, backend="aot_eager", fullgraph=True)
         assert torch.equal(inside(x), micro.unpack(x) + 1)
+        assert torch.equal(whole(micro, x), micro.pack(micro.unpack(x)) * 2)
+
+
+def test_a_pass_without_gradients_leaves_nothing_to_a_later_one():
+    with loader(fill(kd.TrajectoryStore("memory://"), 2), options={"prefetch": 0}) as run:
+        (micro, *_) = next(iter(run))
+    with torch.inference_mode():
+        assert micro.pack(micro.unpack(micro["logprobs"])).is_inference()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        micro.unpack(micro["logprobs"])
+    x = micro["logprobs"].clone().requires_grad_()
+    micro.unpack(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
 
 
 # -- padding micro-batches ---------------------------------------------------------------------------------------------

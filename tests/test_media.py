@@ -72,13 +72,26 @@ def test_features_are_put_into_embeddings(layout):
             want.view(-1, 3)[media.slots] = features.detach().to(kind)
             assert torch.equal(put, want)
             put.float().square().sum().backward()
-            assert features.grad is None or torch.equal(features.grad, 2 * features.detach().to(kind).float())
+            assert torch.equal(features.grad, 2 * features.detach().to(kind).float())  # none of none, too
             want.view(-1, 3)[media.slots] = 0
             assert torch.equal(embeddings.grad, 2 * want)
-        assert torch.equal(media.put(embeddings[None], features)[0], put.detach())  # of a model of a batch of one
-    for wrong in (torch.ones(2, 3), torch.ones(media.n_tokens, 2), (features, features)):
-        with pytest.raises(kd.InvalidArgument, match=r"put: needs features \[\d+, 3\] for embeddings"):
-            next(m for m in micros if len(m.media)).media.put(torch.ones(9, 3), wrong)
+        levels = (features.new_zeros(media.n_tokens, 9), features)
+        assert torch.equal(media.put(embeddings[None], levels, level=1)[0], put)  # of a model of a batch of one
+    micro = next(micro for micro in micros if len(micro.media))
+    media, embeddings = micro.media, torch.ones(*micro["input_ids"].shape, 3)
+    features = torch.ones(media.n_tokens, 3)
+    for found, level, text in (
+        (features[1:], None, r"needs features \[\d+, 3\] of level 0 for embeddings \[.*\], found levels of \[\[\d+, 3"),
+        (features[:, :2], None, r"needs features \[\d+, 3\]"),
+        ((features, features), None, r"features have 2 levels; say which of them with level="),
+        ((features, features), 2, r"needs features \[\d+, 3\] of level 2"),
+        (features, 1, r"needs features \[\d+, 3\] of level 1"),
+    ):
+        with pytest.raises(kd.InvalidArgument, match=f"put: {text}"):
+            media.put(embeddings, found, level)
+    for wrong in (embeddings[..., :1, :], embeddings.flatten(), None):
+        with pytest.raises(kd.InvalidArgument, match=r"put: needs embeddings of the micro-batch's \d+ slots"):
+            media.put(wrong, features)
 
 
 def test_before_any_image_embeddings_stay_as_they_are():
@@ -86,7 +99,9 @@ def test_before_any_image_embeddings_stay_as_they_are():
     with loader_of(stored({"t": [[], []]}), 1, 40) as loader:
         (micro,) = next(loader)
     embeddings = torch.randn(*micro["input_ids"].shape, 3)
-    assert torch.equal(micro.media.put(embeddings, encoder(micro)), embeddings)
+    for level in (None, 2):  # how many there are is not known yet
+        put = micro.media.put(embeddings, encoder(micro), level)
+        assert torch.equal(put, embeddings) and put is not embeddings
 
 
 def test_a_medium_of_several_spans_in_any_order():

@@ -41,6 +41,8 @@ class MicroBatch(Mapping[str, Tensor]):
     columns: frozenset[str]  # names with an entry per token
     rows: Tensor  # int32, per slot: which of infos it belongs to; len(infos) on padding
     starts: Array  # int64 [n], on the host: the slot of each trajectory's first token
+    lengths: Array  # int64 [n], on the host: its tokens
+    longest: int  # of these, at least 1
     masked: tuple[str, ...] = ()  # ids whose data was corrupt and is masked out
     media: MediaBatch = field(default_factory=MediaBatch)
     restarts: bool = True  # position_ids rise by one inside each trajectory and only there
@@ -106,30 +108,21 @@ class MicroBatch(Mapping[str, Tensor]):
                 f"unpack: needs a tensor {[*shape]} + [*], an entry for each of input_ids, found {found}; of what a "
                 "packed Hugging Face model returns, [1, T, *], pass x[0]."
             )
-        there, _, longest = self._segments
-        n = self.end - self.begin
-        flat: Tensor = ops.gather_segments(tokens.flatten(0, len(shape) - 1), there, n * longest)
+        n, longest = len(self.starts), self.longest
+        segments = table_of(0, self.starts, self.lengths, np.arange(n) * longest)
+        flat: Tensor = ops.gather_segments(tokens.flatten(0, len(shape) - 1), segments, n * longest)
         return flat.view(n, longest, *flat.shape[1:])
 
     def pack(self, rows: Tensor) -> Tensor:
         """The way back: ``[n, tokens of the longest, *]`` -> ``[T, *]`` or ``[B, L, *]``, zeros on padding."""
-        _, back, longest = self._segments
-        if not isinstance(rows, Tensor) or rows.shape[:2] != (self.end - self.begin, longest):
+        n, longest = len(self.starts), self.longest
+        if not isinstance(rows, Tensor) or rows.shape[:2] != (n, longest):
             found = [*rows.shape] if isinstance(rows, Tensor) else f"{rows!r:.80}"
-            raise InvalidArgument(
-                f"pack: needs a tensor [{self.end - self.begin}, {longest}, *], as unpack returns it, found {found}."
-            )
+            raise InvalidArgument(f"pack: needs a tensor [{n}, {longest}, *], as unpack returns it, found {found}.")
         shape = self.tensors["input_ids"].shape
-        flat: Tensor = ops.gather_segments(rows.flatten(0, 1), back, shape.numel())
+        segments = table_of(0, np.arange(n) * longest, self.lengths, self.starts)
+        flat: Tensor = ops.gather_segments(rows.flatten(0, 1), segments, shape.numel())
         return flat.view(*shape, *flat.shape[1:])
-
-    @cached_property
-    def _segments(self) -> tuple[Tensor, Tensor, int]:
-        """From slots to rows of so many tokens, and back."""
-        lengths = self.table.columns["n_tokens"][self.begin : self.end]
-        longest = max([1, *lengths.tolist()])
-        rows = np.arange(len(lengths)) * longest
-        return table_of(0, self.starts, lengths, rows), table_of(0, rows, lengths, self.starts), longest
 
     def prompts_have(self, token_ids: Iterable[int]) -> Tensor:
         """Whether any of these ids stands before the first token with a loss of a trajectory: bool, on the device."""

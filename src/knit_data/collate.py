@@ -110,6 +110,7 @@ class Collator:
             lead = sheet.slots.shape if f.lead == "slots" and f.name != ROWS else (counts[f.lead],)
             return flat if len(lead) == 1 and not f.shape else flat.view(*lead, *f.shape)
 
+        lengths = share.table.columns["n_tokens"][sheet.rows.start : sheet.rows.stop].astype(np.int64)
         micro = MicroBatch(
             {f.name: tensor(f) for f in frame.visible},
             share.table,
@@ -121,8 +122,10 @@ class Collator:
             frame.per_token,
             tensor(frame[ROWS]),
             sheet.slots.starts,
+            lengths,
+            int(lengths.max(initial=1)),
             tuple(share.table[sheet.rows[i]].id for i in masked),
-            self._media(share, j, pieces, token_ids, tensor(frame[SLOTS]), taken),
+            self._media(share, j, sheet, pieces, token_ids, tensor(frame[SLOTS]), taken),
             told_apart,
             tensor(frame[MODEL]) if strays else None,
         )
@@ -218,11 +221,11 @@ class Collator:
         return restarts(stored, rows, len(sheet.rows))
 
     def _media(
-        self, share: Share, j: int, pieces: Pieces, token_ids: frozenset[int], at: Tensor, taken: Taken
+        self, share: Share, j: int, sheet: Sheet, pieces: Pieces, token_ids: frozenset[int], at: Tensor, taken: Taken
     ) -> MediaBatch:
-        expected = frozenset(share.token_ids)
+        expected, total = frozenset(share.token_ids), sheet.slots.total
         if not share.stand_ins:
-            return MediaBatch(position=j, mini=share, expected=expected)
+            return MediaBatch(total=total, position=j, mini=share, expected=expected)
         if self.padding.token_id in share.token_ids:
             raise InvalidArgument(
                 f"Padding(token_id={self.padding.token_id}) is the placeholder of this mini-batch's media: a model "
@@ -236,6 +239,7 @@ class Collator:
             fresh=taken[0],
             pieces=tuple((which[u], first, n) for u, first, n, _ in pieces),
             slots=at.view(torch.int64),
+            total=total,
             segments=table_of(0, np.cumsum(lengths) - lengths, lengths, slots),
             token_ids=token_ids,
             patches=share.patches[j],

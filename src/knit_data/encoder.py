@@ -35,7 +35,8 @@ class SharedEncoder:
 
     ``encode(tensors)`` gets the media's tensors (of uint8 pixels: what they become), each concatenated over media on
     dim 0, and returns their features ``[Σ tokens, d]`` in this order, or a tuple of such (deepstack levels).
-    ``module`` is the model whose gradient sync the encoder may hold back: an FSDP2 root, or DDP. At most
+    ``module`` is the model whose gradient sync the encoder may hold back: an FSDP2 root, or DDP. Under FSDP2 ``encode``
+    calls the tower through the root, by its forward or one that ``register_fsdp_forward_method`` names. At most
     ``max_patches`` are encoded at once, or one medium.
 
     * ``"recompute"``: features are made without a graph, and the encoder runs once more in ``backward``, chunk by
@@ -106,9 +107,10 @@ class SharedEncoder:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def __call__(self, micro: MicroBatch) -> Tensor | Levels:
-        """``[media tokens of micro, d]`` in token order, or a tuple of levels; see ``micro.media.slots``.
+        """``[media tokens of micro, d]`` in token order, or a tuple of levels; for ``micro.media.put``.
 
-        Without gradients where they are disabled. ``[0, d]`` without media; ``[0, 1]`` before any image was encoded.
+        Without gradients where they are disabled. ``[0, d]`` without media; before any image was encoded one
+        ``[0, 1]``, since how wide and how many levels are is not known.
         """
         levels = self._features(micro)
         return levels[0] if self._single else levels
@@ -118,7 +120,7 @@ class SharedEncoder:
         if self._inputs is None:
             raise UsageError(
                 "encoder.model_inputs() needs a model: call kd.integrations.huggingface.attach(model, encoder) first, "
-                "or use encoder(micro), whose rows belong at micro.media.slots."
+                "or use micro.media.put(embeddings, encoder(micro))."
             )
         levels = self._features(micro)
         self._look_for_lost(micro)

@@ -68,6 +68,7 @@ class MediaBatch:
     pieces: tuple[tuple[int, int, int], ...] = ()  # which of digests, its first feature, how many; in token order
     slots: Tensor = _NO_SLOTS  # [n_tokens] among B * L or T
     segments: Tensor = _NO_SEGMENTS  # the same as kd.ops take it, on the host: [pieces, 4]
+    total: int = 0  # slots of the micro-batch: B * L or T
     token_ids: frozenset[int] = frozenset()  # what stands at these slots; -1: several ids in one span
     patches: tuple[tuple[int, ...], ...] = ()  # [ranks]
     rank: int = 0  # which of them is this one
@@ -96,23 +97,31 @@ class MediaBatch:
         """The model got placeholders, and nobody asked for what belongs there."""
         return bool(self.pieces) and self.marks == {"inputs"}
 
-    def put(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        """A copy of ``embeddings`` ``[..., d]``, one for each slot of the micro-batch, with features ``[n_tokens, d]``
-        in their places and in its dtype; both get gradients. Without media, ``embeddings``.
+    def put(self, embeddings: Tensor, features: Tensor | Sequence[Tensor], level: int | None = None) -> Tensor:
+        """A copy of ``embeddings``, ``[..., d]`` of all slots of the micro-batch, with features ``[n_tokens, d]`` in
+        their places and in its dtype; both get gradients.
 
-        Of an encoder of several levels, put in each by itself. By hand it is ``kd.ops.scatter_segments(
-        embeddings.view(-1, d), features, micro.media.segments)``.
+        Of several levels (deepstack) ``level`` says which of them. Without media ``features`` are what the encoder
+        returns then, whatever that is. By hand it is ``kd.ops.scatter_segments(embeddings.view(-1, d), features,
+        micro.media.segments)``.
         """
-        if not self.pieces:
-            return embeddings
-        wanted = [self.n_tokens, embeddings.shape[-1]]
-        found = [*features.shape] if isinstance(features, Tensor) else type(features).__name__
-        if found != wanted:
+        if not isinstance(embeddings, Tensor) or embeddings.ndim < 2 or embeddings[..., 0].numel() != self.total:
+            found = [*embeddings.shape] if isinstance(embeddings, Tensor) else type(embeddings).__name__
             raise InvalidArgument(
-                f"put: needs features {wanted} for embeddings {[*embeddings.shape]}, found {found}; of several levels "
-                "put in each by itself."
+                f"put: needs embeddings of the micro-batch's {self.total} slots, [T, d] or [B, L, d], found {found}."
             )
-        flat = scatter_segments(embeddings.flatten(0, -2), features.to(embeddings.dtype), self.segments)
+        levels = [features] if isinstance(features, Tensor) else features
+        if level is None and len(levels) > 1:
+            raise InvalidArgument(f"put: features have {len(levels)} levels; say which of them with level=.")
+        wanted, at = (self.n_tokens, embeddings.shape[-1]), level or 0
+        if at >= len(levels) or levels[at].shape != wanted:
+            if not self.pieces:  # [0, 1] before any medium was encoded
+                return embeddings.clone()
+            raise InvalidArgument(
+                f"put: needs features {[*wanted]} of level {at} for embeddings {[*embeddings.shape]}, found levels of "
+                f"{[[*one.shape] for one in levels]}."
+            )
+        flat = scatter_segments(embeddings.flatten(0, -2), levels[at].to(embeddings.dtype), self.segments)
         return flat.view(embeddings.shape)
 
     @cached_property
@@ -299,7 +308,7 @@ def inputs_of(media: Sequence[Medium], device: torch.device) -> dict[str, Tensor
         found = [{name: f"{x.dtype} {list(x.shape)}" for name, x in tensors.items()} for tensors in finished]
         raise InvalidArgument(
             f"media {[m.digest[:12] for m in media]} cannot be concatenated on dim 0, they are {found}. Store tensors "
-            "that differ in dim 0 only."
+            f"that differ in dim 0 only, of a dtype that can be moved ({e})"
         ) from e
 
 

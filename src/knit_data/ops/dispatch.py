@@ -1,5 +1,12 @@
 """How the packing ops reach their kernels, and how what these refuse reaches the caller: in words of Python, which are
-the same whatever is below."""
+the same whatever is below.
+
+    pack(rows, cu_seqlens)       the public function: what may be left out is put in
+    operator("pack", ...)        records a gradient if one is asked for; goes through torch's dispatcher for graphs,
+                                 modes and tensors that are more than one
+    _pack(rows, cu, total)       the work: makes the result, calls a kernel; says what is wrong if that refuses
+    kernel("pack_rows", ...)     C++, Triton or the reference, by the device
+"""
 
 from __future__ import annotations
 
@@ -42,11 +49,11 @@ def operator(
     wrong: Callable[..., str | None],
     gradient: tuple[Callable[..., None], Callable[..., Any]] | None = None,
 ) -> Callable[..., T]:
-    """Defines a public op by what it does, what it makes where only shapes are known, and its gradient (what to
-    remember, and the backward, as for ``torch.library.register_autograd``); returns the function to call.
+    """Defines a public op by its ``work``, what is ``made`` where only shapes are known, what is ``wrong`` with its
+    arguments, and its ``gradient``: what to remember, and the backward, as for ``torch.library.register_autograd``.
 
-    That function calls ``work`` itself where nothing is to be recorded, and has a node of its own for a gradient:
-    torch's dispatcher and its general node cost ten times as much as a tiny op. Graphs and subclasses go through it.
+    The function that it returns does the work itself where nothing is to be recorded, and has a node of its own for a
+    gradient: torch's dispatcher and its general node cost ten times as much as a tiny op.
     """
     torch.library.define(f"knit::{name}", schema, tags=UNSAFE_IN_GRAPHS)
     torch.library.impl(f"knit::{name}", _ANYWHERE, work)
@@ -56,15 +63,15 @@ def operator(
     if gradient is not None:
         remember, backward = gradient
         torch.library.register_autograd(f"knit::{name}", backward, setup_context=remember)
-        node = _node(work, remember, backward)
+        node = _node(name, work, remember, backward)
 
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return dispatched(*arguments)
-        plain, recorded = _kinds(arguments)
-        if not plain:
+        plain, differentiable = _kinds(arguments)
+        if not plain or _is_watched(arguments):
             return dispatched(*arguments)
-        if not recorded or not torch.is_grad_enabled():
+        if not differentiable or not torch.is_grad_enabled():
             return work(*arguments)
         if node is None:
             return dispatched(*arguments)
@@ -80,7 +87,7 @@ def _is_several(argument: Any) -> bool:
     return isinstance(argument, _LISTS) and bool(argument) and isinstance(argument[0], Tensor)
 
 
-def _node(work: Callable[..., Any], remember: Callable[..., None], backward: Callable[..., Any]) -> Any:
+def _node(name: str, work: Callable[..., Any], remember: Callable[..., None], backward: Callable[..., Any]) -> Any:
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, lengths: list[int], *flat: Any) -> Any:
@@ -102,7 +109,7 @@ def _node(work: Callable[..., Any], remember: Callable[..., None], backward: Cal
                 out += one if length >= 0 else [None if isinstance(one, list) else one]  # an empty list is one argument
             return tuple(out)
 
-    return Node
+    return type(f"knit_{name}", (Node,), {})  # as profilers and grad_fn name it
 
 
 def on_gpu(name: str, wrong: Callable[..., str | None], reference: Callable[..., None]) -> None:
@@ -174,20 +181,28 @@ def at_least_0(size: Any) -> Any:
 
 
 def _kinds(arguments: Iterable[Any]) -> tuple[bool, bool]:
-    """Whether the tensors among them are no more than that, so that torch's dispatcher need not be asked, and whether
-    one requires a gradient. A plain loop, as it is most of what a tiny op costs beside its kernel."""
-    plain, recorded = torch._C._functorch.peek_interpreter_stack() is None, False  # vmap's look like any other
-    if forward_ad._current_level >= 0:
-        tensors = _tensors_of(arguments)
-        if any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):
-            raise InvalidArgument("the ops have no forward-mode derivative, call backward() or torch.autograd.grad.")
+    """Whether the tensors among them are no more than that, and whether one requires a gradient. A plain loop, as it is
+    much of what a tiny op costs beside its kernel."""
+    plain, differentiable = True, False
     for argument in arguments:
         for one in argument if type(argument) is list else (argument,):
             if type(one) in _PLAIN:
-                recorded = recorded or one.requires_grad
+                differentiable = differentiable or one.requires_grad
             elif isinstance(one, Tensor):
                 plain = False
-    return plain, recorded
+    return plain, differentiable
+
+
+def _is_watched(arguments: Iterable[Any]) -> bool:
+    """Whether a mode (selective checkpoints, fake tensors), a transform or a trace wants to see the op."""
+    if forward_ad._current_level >= 0:
+        if any(forward_ad.unpack_dual(one).tangent is not None for one in _tensors_of(arguments)):
+            raise InvalidArgument("the ops have no forward-mode derivative, call backward() or torch.autograd.grad.")
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -12,15 +12,15 @@ row by row in the order of the segments, so it comes out the same, bit by bit, o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from knit_data.errors import InvalidArgument
 from knit_data.ops.dispatch import at_least_0, contiguous, kernel, must_be_right, must_be_tensors, operator, run
-from knit_data.ops.tables import SUMS, numbers_of, wrong_data, wrong_levels, wrong_memory, wrong_segments
+from knit_data.ops.tables import SUMS, numbers_of, wrong_data, wrong_levels, wrong_memory, wrong_segments, wrong_views
 
 Tensors: TypeAlias = Sequence[Tensor]
 
@@ -80,7 +80,7 @@ def accumulate_segments(grads: Tensor | Tensors, segments: Tensor, rows: Sequenc
     """
     levels, _ = _flat("accumulate_segments", grads, segments)
     if not isinstance(rows, Sequence):
-        raise InvalidArgument(f"accumulate_segments: rows are a number for each source, found {rows!r:.80}.")
+        raise InvalidArgument(f"accumulate_segments: rows must be a list of ints, one a source, found {rows!r:.80}.")
     flat = _accumulated(levels, segments, list(rows))
     each = [flat[k * len(rows) : (k + 1) * len(rows)] for k in range(len(levels))]
     return each[0] if isinstance(grads, Tensor) else tuple(each)
@@ -136,11 +136,11 @@ def _scatter_(base: Tensor, sources: list[Tensor], segments: Tensor) -> None:
     def work() -> None:
         (out,) = contiguous([base])
         if out is not base:
-            must_be_right("scatter_segments", _wrong_views([base]))
+            must_be_right("scatter_segments", wrong_views([base]))
         torch.ops.knit.copy_segments.default([out], contiguous(sources), segments.contiguous(), False)
         _written([out], [base])
 
-    run("scatter_segments", work, lambda: _wrong_copy(base, sources, segments))
+    run("scatter_segments", work, lambda: _wrong_put(base, sources, segments))
 
 
 def _scatter(base: Tensor, sources: list[Tensor], segments: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _scatter(base: Tensor, sources: list[Tensor], segments: Tensor) -> Tensor:
         torch.ops.knit.copy_segments.default([out], contiguous(sources), segments.contiguous(), False)
         return out
 
-    return run("scatter_segments", work, lambda: _wrong_copy(base, sources, segments))
+    return run("scatter_segments", work, lambda: _wrong_scatter(base, sources, segments))
 
 
 def _accumulate(grads: list[Tensor], segments: Tensor, rows: list[int]) -> list[Tensor]:
@@ -163,7 +163,7 @@ def _accumulate_(buffers: list[Tensor], grads: list[Tensor], segments: Tensor) -
     def work() -> None:
         outs = contiguous(buffers)
         if any(out is not buffer for out, buffer in zip(outs, buffers, strict=True)):
-            must_be_right("accumulate_segments", _wrong_views(buffers))
+            must_be_right("accumulate_segments", wrong_views(buffers))
         torch.ops.knit.add_segments.default(outs, contiguous(grads), segments.contiguous())
         _written(outs, buffers)
 
@@ -200,15 +200,6 @@ def _wrong_rows(rows: Sequence[int]) -> str | None:
     return None if min(rows, default=0) >= 0 else f"rows must not be negative, found {list(rows)}"
 
 
-def _wrong_views(written: Tensors) -> str | None:
-    """Of views whose copies are written first, and then they: two must not be the same, none be the same as itself."""
-    for one in written:
-        if any(stride == 0 and n > 1 for stride, n in zip(one.stride(), one.shape, strict=True)):
-            return f"a tensor {[*one.shape]} of strides {[*one.stride()]} is written to, though expanded; clone it"
-    places = [one.data_ptr() for one in written if one.numel()]
-    return None if len(set(places)) == len(places) else "two of the tensors, one of them written to, share memory"
-
-
 def _wrong_places(packed: Sequence[Sequence[int]], sources: Tensors, segments: Tensor) -> str | None:
     """``packed``: the shapes, one a level."""
     if (wrong := wrong_levels(packed, [source.shape for source in sources])) is not None:
@@ -229,11 +220,17 @@ def _wrong_gather(sources: Tensors, segments: Tensor, total: int, levels: int) -
     return _wrong_places([(total, *source.shape[1:]) for source in first], sources, segments)
 
 
-def _wrong_copy(base: Tensor | Tensors, sources: Tensors, segments: Tensor, fill: bool = False) -> str | None:
-    """``base``: of one level, or of each."""
-    packed = [base] if isinstance(base, Tensor) else base
+def _wrong_copy(packed: Tensors, sources: Tensors, segments: Tensor, fill: bool) -> str | None:
     wrong = wrong_data(base=packed, sources=sources) or _wrong_places([one.shape for one in packed], sources, segments)
     return wrong or (None if fill else wrong_memory(packed, sources))
+
+
+def _wrong_scatter(base: Tensor, sources: Tensors, segments: Tensor) -> str | None:
+    return _wrong_copy([base], sources, segments, True)  # into a copy
+
+
+def _wrong_put(base: Tensor, sources: Tensors, segments: Tensor) -> str | None:
+    return _wrong_copy([base], sources, segments, False)
 
 
 def _wrong_sum(buffers: Tensors, grads: Tensors, segments: Tensor) -> str | None:
@@ -292,10 +289,24 @@ def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None,
 
 def _summed(grads: list[Tensor], segments: Tensor, rows: list[int], dtype: torch.dtype) -> list[Tensor]:
     """Gradients of sources of this dtype; complex numbers are pairs."""
+    if len(rows) == 1 and (back := _back(segments)) is not None:
+        return _gathered(grads, back, rows[0], len(grads))
     if dtype.is_complex:
         pairs = [torch.view_as_real(grad.resolve_conj()) for grad in grads]
         return [torch.view_as_complex(one) for one in _summed(pairs, segments, rows, dtype.to_real())]
     return [one.to(dtype) for one in _accumulated(grads, segments, rows)]
+
+
+def _back(segments: Tensor) -> Tensor | None:
+    """The way back, of segments of one source that have each row at most once: then nothing is added up. None: they may
+    have one more often, or their numbers are not known."""
+    if torch.compiler.is_compiling() or type(segments) is not Tensor or segments.is_meta:
+        return None
+    table = segments.numpy()
+    table = table[table[:, 2] > 0]
+    order = np.argsort(table[:, 1], kind="stable")
+    first, ends = table[order, 1], table[order, 1] + table[order, 2]
+    return None if (ends[:-1] > first[1:]).any() else torch.from_numpy(table[:, [0, 3, 2, 1]])
 
 
 def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -303,13 +314,15 @@ def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     base, sources, segments = inputs
     ctx.save_for_backward(segments)
     ctx.rows, ctx.dtype = [source.shape[0] for source in sources], base.dtype
+    ctx.wanted = base.requires_grad, any(source.requires_grad for source in sources)
 
 
-def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], None]:
+def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[Tensor | None], None]:
     (segments,) = ctx.saved_tensors
-    blank = [grad.new_zeros((n, *grad.shape[1:])) for n in ctx.rows]
-    outside = _scattered(grad, blank, segments)
-    return outside, _summed([grad], segments, ctx.rows, ctx.dtype), None
+    blank = [grad.new_zeros((n, *grad.shape[1:])) for n in ctx.rows] if ctx.wanted[0] else []
+    outside = _scattered(grad, blank, segments) if ctx.wanted[0] else None
+    inside = _summed([grad], segments, ctx.rows, ctx.dtype) if ctx.wanted[1] else [None] * len(ctx.rows)
+    return outside, [*inside], None
 
 
 def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -350,7 +363,7 @@ _scattered = operator(
     "(Tensor base, Tensor[] sources, Tensor segments) -> Tensor",
     _scatter,
     lambda base, *_: torch.empty_like(base, memory_format=torch.contiguous_format),
-    partial(_wrong_copy, fill=True),  # into a copy
+    _wrong_scatter,
     (_remember_scatter, _scatter_backward),
 )
 _accumulated = operator(
@@ -366,7 +379,7 @@ _write = operator(
     "(Tensor(a!) base, Tensor[] sources, Tensor segments) -> ()",
     _scatter_,
     lambda *_: None,
-    _wrong_copy,
+    _wrong_put,
 )
 _add = operator(
     "accumulate_segments_",

@@ -31,17 +31,19 @@ MOVED = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     }
 )  # what the stable interface of torch knows, of 1, 2, 4 and 8 bytes
+_SHARED = "two of the tensors, one of them written to, share memory"
 SUMS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be accumulated
 
 
-def table_of(source: ArrayLike, first: ArrayLike, length: ArrayLike, place: ArrayLike) -> Tensor:
-    """A table from its columns; what is one number is the same in every row.
+def table_of(source: ArrayLike, first: ArrayLike, length: Sequence[int] | Ints, place: ArrayLike) -> Tensor:
+    """A table from its columns; but for the length they may be one number, the same in every row.
 
     >>> table_of(0, [2, 0], [3, 1], [0, 4]).tolist()
     [[0, 2, 3, 0], [0, 0, 1, 4]]
     """
-    columns = np.broadcast_arrays(source, first, length, place)
-    return torch.from_numpy(np.stack(columns, 1).astype(np.int64, copy=False))
+    table = np.empty((len(length), 4), np.int64)
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = source, first, length, place
+    return torch.from_numpy(table)
 
 
 def numbers_of(name: str, table: Tensor, columns: int) -> Ints | str:
@@ -112,8 +114,10 @@ def wrong_data(**groups: Sequence[Tensor]) -> str | None:
                 f"{name} is {tensor.dtype} on {tensor.device}, {other} is {like.dtype} on {like.device}; bring them to "
                 "one dtype and device"
             )
-        if tensor.dtype not in MOVED or tensor.layout != torch.strided:
-            return f"{name} is {tensor.dtype}, {tensor.layout}; views of it as integers of 1 to 8 bytes can be moved"
+        if tensor.layout != torch.strided:
+            return f"{name} is {tensor.layout}, it must be dense: to_dense()"
+        if tensor.dtype not in MOVED:
+            return f"{name} is {tensor.dtype}; views of it as numbers of 1, 2, 4 or 8 bytes can be moved"
     return None
 
 
@@ -135,21 +139,60 @@ def wrong_levels(packed: Sequence[Sequence[int]], sources: Sequence[Sequence[int
 
 
 def wrong_memory(written: Sequence[Tensor], read: Sequence[Tensor]) -> str | None:
-    """Why these, contiguous, do not go into one call: two share memory, and one of them is written; or None."""
+    """Why these do not go into one kernel: two share memory, and one of them is written; or None. Views that are not
+    contiguous reach no kernel: see ``wrong_views``."""
     extents = [
         (one.data_ptr(), one.data_ptr() + one.nbytes, tensors is written)
         for tensors in (written, read)
         for one in tensors
-        if one.nbytes and not one.is_meta
+        if one.nbytes and one.is_contiguous() and not one.is_meta
     ]
     reached = reached_by_writes = 0
     for begin, end, writes in sorted(extents):
         if begin < (reached if writes else reached_by_writes):
-            return "two of the tensors, one of them written to, share memory"
+            return _SHARED
         reached = max(reached, end)
         if writes:
             reached_by_writes = max(reached_by_writes, end)
     return None
+
+
+def wrong_views(written: Sequence[Tensor]) -> str | None:
+    """Why what is computed in copies of these cannot go back into them one after the other, or None.
+
+    Columns ``x[:, :2]`` and ``x[:, 2:]`` are apart; ``x[:, :3]`` and ``x[:, 2:]`` share one.
+    """
+    for one in written:
+        reach = 0  # of the dimensions with smaller strides, in elements
+        for stride, n in sorted((stride, n) for stride, n in zip(one.stride(), one.shape, strict=True) if n > 1):
+            if stride <= reach and one.numel():
+                return f"a tensor {[*one.shape]} of strides {[*one.stride()]} shares memory with itself; clone it"
+            reach += stride * (n - 1)
+    there = [one for one in written if one.numel()]
+    for i, one in enumerate(there):
+        for other in there[:i]:
+            if not _apart(one, other):
+                return _SHARED
+    return None
+
+
+def _apart(one: Tensor, other: Tensor) -> bool:
+    """Whether their memory is: all of it, or, of rows equally far from each other, each row's."""
+    (begin, size), (start, length) = _reach(one, 0), _reach(other, 0)
+    if begin + size <= start or start + length <= begin:
+        return True
+    pitch = one.stride(0) * one.element_size()
+    if one.dim() < 2 or pitch != other.stride(0) * other.element_size():
+        return False
+    (begin, size), (start, length) = _reach(one, 1), _reach(other, 1)
+    offset = (start - begin) % pitch
+    return size <= offset and offset + length <= pitch
+
+
+def _reach(tensor: Tensor, leading: int) -> tuple[int, int]:
+    """Where the memory of its first row begins, leading dimensions aside, and how many bytes it reaches."""
+    dims = zip(tensor.stride()[leading:], tensor.shape[leading:], strict=True)
+    return tensor.data_ptr(), (1 + sum(stride * (n - 1) for stride, n in dims)) * tensor.element_size()
 
 
 class Sum(NamedTuple):
