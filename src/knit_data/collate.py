@@ -112,22 +112,22 @@ class Collator:
 
         lengths = share.table.columns["n_tokens"][sheet.rows.start : sheet.rows.stop].astype(np.int64)
         micro = MicroBatch(
-            {f.name: tensor(f) for f in frame.visible},
-            share.table,
-            sheet.rows.start,
-            sheet.rows.stop,
-            self.layout,
-            sheet.slots.longest,
-            j + 1 == share.count,
-            frame.per_token,
-            tensor(frame[ROWS]),
-            sheet.slots.starts,
-            lengths,
-            int(lengths.max(initial=1)),
-            tuple(share.table[sheet.rows[i]].id for i in masked),
-            self._media(share, j, sheet, pieces, token_ids, tensor(frame[SLOTS]), taken),
-            told_apart,
-            tensor(frame[MODEL]) if strays else None,
+            tensors={f.name: tensor(f) for f in frame.visible},
+            table=share.table,
+            begin=sheet.rows.start,
+            end=sheet.rows.stop,
+            layout=self.layout,
+            max_seqlen=sheet.slots.longest,
+            is_last=j + 1 == share.count,
+            columns=frame.per_token,
+            rows=tensor(frame[ROWS]),
+            starts=sheet.slots.starts,
+            lengths=lengths,
+            longest=int(lengths.max(initial=1)),
+            masked=tuple(share.table[sheet.rows[i]].id for i in masked),
+            media=self._media(share, j, sheet, pieces, token_ids, tensor(frame[SLOTS]), taken),
+            restarts=told_apart,
+            model_ids=tensor(frame[MODEL]) if strays else None,
         )
         return Prepared(micro, delivery, sheet.nbytes + sum(medium.held for medium in taken[0] if medium is not None))
 

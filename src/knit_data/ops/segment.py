@@ -36,7 +36,7 @@ def gather_segments(sources: Tensor | Tensors | Sequence[Tensors], segments: Ten
 
     Returns:
         A tensor, or a tuple of them, one a level. It has gradients for float64, float32, bfloat16, float16 and
-        complex64: summed in float32 (float64 for float64) and rounded once.
+        complex64: of a row that is used more than once summed in float32 (float64 for float64) and rounded once.
 
     Raises:
         InvalidArgument: before anything is moved.
@@ -58,7 +58,7 @@ def scatter_segments(base: Tensor, sources: Tensor | Tensors, segments: Tensor) 
 
 def scatter_segments_(base: Tensor, sources: Tensor | Tensors, segments: Tensor) -> Tensor:
     """Writes the segments into ``base`` and returns it. Not differentiable: see ``scatter_segments``. The sources share
-    no memory with it."""
+    no memory with it; that is refused, but for a compiled graph, which works on copies."""
     must_be_tensors("scatter_segments", base)
     flat, _ = _flat("scatter_segments", sources, segments)
     _no_gradient("scatter_segments_", [base, *flat], "scatter_segments")
