@@ -82,7 +82,8 @@ class Report:
     def add(self, *, case: str, provider: str, metric: str, unit: str, samples: Sequence[float]) -> None:
         p20, p50, p80 = (float(f"{value:.6g}") for value in quantiles(samples))
         row = {"benchmark": self.benchmark, "case": case, "provider": provider, "metric": metric, "unit": unit}
-        print(f"{case:52} {provider:22} {metric:28} {p50:>10g} {unit:6} ({p20:g} to {p80:g})", flush=True)
+        spread = f"({p20:.4g} to {p80:.4g})" if p20 < p80 else ""
+        print(f"{case:52} {provider:22} {metric:28} {p50:>10.4g} {unit:6} {spread}".rstrip(), flush=True)
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({**row, "p20": p20, "p50": p50, "p80": p80, **self.where}) + "\n")
