@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -167,3 +169,11 @@ def test_integrations_import_lazily_and_name_what_there_is():
         kd.integrations.nothing  # noqa: B018  # the look-up is the test
     with pytest.raises(kd.InvalidArgument, match="fully_shard was applied to, found a plain Linear"):
         kd.integrations.fsdp.sum_gradients(torch.nn.Linear(2, 2))
+
+
+def test_an_import_leaves_out_what_only_some_need():
+    """Rollout workers import the package, too: FSDP takes a second, Triton half of one."""
+    late = ["torch.distributed.fsdp", "triton", "transformers", "PIL", "matplotlib", "s3fs"]
+    code = f"import sys, knit_data; print([name for name in {late} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout == "[]\n"

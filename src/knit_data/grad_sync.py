@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 _BUCKET = 25 << 20  # bytes reduced at once, as DistributedDataParallel does
@@ -31,7 +32,7 @@ class GradSync:
         """Whether every rank must make the same calls: another one's would wait for this one's."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return False
-        return self.module is None or any(isinstance(m, FSDPModule) for m in self.module.modules())
+        return self.module is None or bool(_units(self.module))
 
     def hold(self) -> None:
         """Before a forward of the module."""
@@ -47,9 +48,8 @@ class GradSync:
     def last(self, on: bool) -> None:
         """Before a backward of the encoder; ``on``: it is the last one."""
         if self.module is not None:
-            for unit in self.module.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.set_requires_gradient_sync(on, recurse=False)
+            for unit in _units(self.module):
+                unit.set_requires_gradient_sync(on, recurse=False)
 
     def release(self) -> None:
         """The next forward of the module syncs as usual. What was held and not reduced is dropped."""
@@ -82,6 +82,13 @@ class GradSync:
             parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self.module.require_backward_grad_sync = True
         self.held, self._before = False, {}
+
+
+def _units(module: nn.Module) -> list[Any]:
+    """Its parts that are under FSDP2. Whoever put them there has imported that; here it would take every rollout worker
+    a second."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
