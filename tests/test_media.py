@@ -89,9 +89,12 @@ def test_features_are_put_into_embeddings(layout):
     ):
         with pytest.raises(kd.InvalidArgument, match=f"put: {text}"):
             media.put(embeddings, found, level)
-    for wrong in (embeddings[..., :1, :], embeddings.flatten(), None):
+    for wrong in (embeddings[..., :1, :], embeddings.flatten(), embeddings[..., :1, :0]):
         with pytest.raises(kd.InvalidArgument, match=r"put: needs embeddings of the micro-batch's \d+ slots"):
             media.put(wrong, features)
+    for wrong in ((None, features), (embeddings, None), (embeddings, [None])):
+        with pytest.raises(kd.InvalidArgument, match=r"put: takes tensors .*, found None"):
+            media.put(*wrong)
 
 
 def test_before_any_image_embeddings_stay_as_they_are():

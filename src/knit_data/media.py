@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, reduce
 from operator import itemgetter
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,6 +24,7 @@ from knit_data.blueprint import Sheet
 from knit_data.errors import CorruptData, InvalidArgument, KnitError, ShortRead
 from knit_data.infos import Array
 from knit_data.ops import pack, scatter_segments
+from knit_data.ops.dispatch import must_be_tensors
 from knit_data.pixels import finish
 from knit_data.recent import Recent
 from knit_data.share import Share
@@ -105,12 +107,13 @@ class MediaBatch:
         returns then, whatever that is. By hand it is ``kd.ops.scatter_segments(embeddings.view(-1, d), features,
         micro.media.segments)``.
         """
-        if not isinstance(embeddings, Tensor) or embeddings.ndim < 2 or embeddings[..., 0].numel() != self.total:
-            found = [*embeddings.shape] if isinstance(embeddings, Tensor) else type(embeddings).__name__
+        levels: Sequence[Any] = features if isinstance(features, list | tuple) else [features]
+        must_be_tensors("put", embeddings, *levels)
+        if embeddings.ndim < 2 or math.prod(embeddings.shape[:-1]) != self.total:
             raise InvalidArgument(
-                f"put: needs embeddings of the micro-batch's {self.total} slots, [T, d] or [B, L, d], found {found}."
+                f"put: needs embeddings of the micro-batch's {self.total} slots, [T, d] or [B, L, d], found "
+                f"{[*embeddings.shape]}."
             )
-        levels = [features] if isinstance(features, Tensor) else features
         if level is None and len(levels) > 1:
             raise InvalidArgument(f"put: features have {len(levels)} levels; say which of them with level=.")
         wanted, at = (self.n_tokens, embeddings.shape[-1]), level or 0
@@ -121,7 +124,7 @@ class MediaBatch:
                 f"put: needs features {[*wanted]} of level {at} for embeddings {[*embeddings.shape]}, found levels of "
                 f"{[[*one.shape] for one in levels]}."
             )
-        flat = scatter_segments(embeddings.flatten(0, -2), levels[at].to(embeddings.dtype), self.segments)
+        flat: Tensor = scatter_segments(embeddings.flatten(0, -2), levels[at].to(embeddings.dtype), self.segments)
         return flat.view(embeddings.shape)
 
     @cached_property

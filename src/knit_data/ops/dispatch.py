@@ -233,6 +233,4 @@ def must_be_right(op: str, wrong: str | None) -> None:
 def must_be_tensors(op: str, *values: object) -> None:
     for one in values:
         if not isinstance(one, Tensor):
-            raise InvalidArgument(
-                f"{op}: every row, source and table must be a tensor (tables of int32 or int64), found {one!r:.80}."
-            )
+            raise InvalidArgument(f"{op}: takes tensors (tables too, of int32 or int64), found {one!r:.80}.")
