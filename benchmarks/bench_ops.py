@@ -9,7 +9,8 @@ there, and their gradients added up in float32: from 8 images, or from 8 occurre
 Every peer gets its indices and masks for nothing, made before the clock starts, and has to come to the same result,
 bit by bit. ``copy`` is ``clone`` of what an op returns; for the ops in place ``copy_`` of as many bytes into a tensor
 that is there. Samples are calls, in turn; ratios are taken within a turn. On a GPU, events around ``REPEATED`` calls.
-Speed counts the bytes read and written once. ``tiny`` ops move a few hundred bytes: what is left is what a call costs.
+Speed counts the bytes read and written once. ``tiny`` ops move a few hundred bytes: what is left is what a call costs;
+``recorded`` are the same with a gradient to record, without the backward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from report import Report, interleaved, quantiles
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from knit_data.ops import accumulate_segments_, gather_segments, pack, scatter_segments_, unpack
+from knit_data.ops import accumulate_segments_, gather_segments, pack, scatter_segments, scatter_segments_, unpack
 from knit_data.ops.pack import pack_rows_reference, unpack_rows_reference
 from knit_data.ops.segment import add_segments_reference, copy_segments_reference
 
@@ -256,11 +257,18 @@ class Bench:
             for _ in range(200):
                 call()
 
-        times = interleaved({name: partial(often, call) for name, call in calls.items()}, 11, time.thread_time)
-        for name, samples in times.items():
-            micros = [1e3 * ms / 200 for ms in samples]
-            self.found[f"tiny {name}"] = {"knit_data": micros}
-            self.report.add(case=f"tiny {name}", provider="knit_data", metric="time", unit="us", samples=micros)
+        def measure(calls: Calls, what: str) -> None:
+            times = interleaved({name: partial(often, call) for name, call in calls.items()}, 11, time.thread_time)
+            for name, samples in times.items():
+                micros = [1e3 * ms / 200 for ms in samples]
+                self.found[f"{what} {name}"] = {"knit_data": micros}
+                self.report.add(case=f"{what} {name}", provider="knit_data", metric="time", unit="us", samples=micros)
+
+        measure(calls, "tiny")
+        x, y, a, base = (one.requires_grad_() for one in (x, y, a, base))
+        calls["put"] = lambda: scatter_segments(base, [a, b], table)
+        del calls["add"]  # writes in place
+        measure(calls, "recorded")
 
     # -- measuring and telling -----------------------------------------------------------------------------------------
 
@@ -288,7 +296,7 @@ class Bench:
         return [b / a for a, b in zip(self.found[case][own], best, strict=True)]
 
     def tell(self) -> None:
-        cases = [case for case in self.found if not case.startswith("tiny")]
+        cases = [case for case in self.found if case in self.bytes]
         print(f"\n{self.device}, {torch.get_num_threads()} threads; the share of a copy, then GB/s")
         for case in cases:
             times = {name: statistics.median(samples) for name, samples in self.found[case].items()}
