@@ -60,7 +60,7 @@ inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t size) {
 }
 
 // Of memory about to be written: asks the system for its pages in one call, instead of by a fault for each, which takes a
-// third less time. Not if its first page is there; whether the system complies makes no difference.
+// quarter less time. Not if its first page is there; whether the system complies makes no difference.
 inline void first_touch(uint8_t* to, int64_t size) {
 #if defined(__linux__)
   static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import rows_of
 from makers import fill, group, loader, trajectory
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -165,8 +166,8 @@ def check_rows(micro: kd.MicroBatch, name: str, starts: Sequence[int]) -> None:
     assert bits(micro.pack(rows)) == bits(back.view(column.shape))
 
 
-def bits(x: Tensor) -> tuple[torch.Size, bytes]:
-    return x.shape, bytes(x.contiguous().view(torch.uint8).numpy()) if x.numel() else b""
+def bits(x: Tensor) -> tuple[torch.Size, list[bytes]]:
+    return x.shape, rows_of(x)
 
 
 # -- the worked example ------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ class MicroBatch(Mapping[str, Tensor]):
     tensors: Mapping[str, Tensor]
     table: InfoTable
     begin: int  # of its rows there
-    end: int
     layout: str
     max_seqlen: int
     is_last: bool  # of its pass over the mini-batch
@@ -63,12 +62,12 @@ class MicroBatch(Mapping[str, Tensor]):
     @cached_property
     def infos(self) -> tuple[TrajectoryInfo, ...]:
         """What is known of its trajectories, in the order of their values."""
-        return tuple(TrajectoryInfo(self.table, i) for i in range(self.begin, self.end))
+        return tuple(TrajectoryInfo(self.table, i) for i in range(self.begin, self.begin + len(self.starts)))
 
     @property
     def is_padding(self) -> bool:
         """Holds no trajectory: two tokens that keep this rank in step with the others."""
-        return self.begin == self.end
+        return not len(self.starts)
 
     def targets(self, name: str) -> Tensor:
         """A column moved to the position whose logits predict it, which is the labels' alignment.
@@ -79,7 +78,7 @@ class MicroBatch(Mapping[str, Tensor]):
             raise InvalidArgument(f"targets({name!r}): not a per-token column; those are {sorted(self.columns)}.")
         column = self.tensors[name]
         flat = column if self.layout == "packed" else column.flatten(0, 1)
-        inside = (self.rows[:-1] == self.rows[1:]) & (self.rows[:-1] < self.end - self.begin)
+        inside = (self.rows[:-1] == self.rows[1:]) & (self.rows[:-1] < len(self.starts))
         out = torch.zeros_like(flat)
         shape = [-1, *[1] * (flat.ndim - 1)]
         out[:-1] = torch.where(inside.view(shape), flat[1:], torch.zeros((), dtype=flat.dtype, device=flat.device))
@@ -127,7 +126,7 @@ class MicroBatch(Mapping[str, Tensor]):
     def prompts_have(self, token_ids: Iterable[int]) -> Tensor:
         """Whether any of these ids stands before the first token with a loss of a trajectory: bool, on the device."""
         ids, rows = self.tensors["input_ids"].reshape(-1), self.rows.long()
-        slots, n = torch.arange(len(ids), device=ids.device), self.end - self.begin
+        slots, n = torch.arange(len(ids), device=ids.device), len(self.starts)
         weighed = torch.where(self.tensors["loss_mask"].reshape(-1) != 0, slots, len(ids))
         first = torch.full((n + 1,), len(ids), device=ids.device).scatter_reduce(0, rows, weighed, "amin")[rows]
         prompt = (slots < first) & (first < len(ids)) & (rows < n)

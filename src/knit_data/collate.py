@@ -110,12 +110,11 @@ class Collator:
             lead = sheet.slots.shape if f.lead == "slots" and f.name != ROWS else (counts[f.lead],)
             return flat if len(lead) == 1 and not f.shape else flat.view(*lead, *f.shape)
 
-        lengths = share.table.columns["n_tokens"][sheet.rows.start : sheet.rows.stop].astype(np.int64)
+        lengths = sheet.marks[:, 1].copy()  # the blueprint's own, which the next sheet may write to
         micro = MicroBatch(
             tensors={f.name: tensor(f) for f in frame.visible},
             table=share.table,
             begin=sheet.rows.start,
-            end=sheet.rows.stop,
             layout=self.layout,
             max_seqlen=sheet.slots.longest,
             is_last=j + 1 == share.count,

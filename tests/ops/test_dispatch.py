@@ -93,12 +93,12 @@ X, TWO = torch.zeros(6, 4), torch.tensor([[0, 0, 2, 0], [1, 0, 2, 2]])
         lambda: ops.accumulate_segments_([[X], [X[:, 2:]]], [torch.ones(4, 4), torch.ones(4, 2)], SEGMENTS),
         lambda: ops.accumulate_segments_([X[:4][:2], X[:4].t()[1:3]], torch.ones(4, 4), TWO),
         lambda: ops.accumulate_segments_(X.as_strided((4, 3), (1, 1)), torch.ones(4, 3), SEGMENTS),
-        lambda: ops.accumulate_segments_([X[:, 3:], X[1:, :3], X[:1]], torch.ones(6, 1), TWO[:0]),
+        lambda: ops.accumulate_segments_([X[:, 3:], X[1:, 3:]], torch.ones(6, 1), TWO),
     ],
 )
 def test_memory_that_is_written_and_given_twice_is_refused(call: Callable[[], object]) -> None:
     for kernels in (contextlib.nullcontext(), Implementation("reference").serving()):
-        with kernels, pytest.raises(InvalidArgument, match=r"shares? memory|rows"):
+        with kernels, pytest.raises(InvalidArgument, match=r"shares? memory"):
             call()
     assert not X.any()
 
@@ -224,9 +224,7 @@ def test_gradients_are_those_of_the_dispatcher() -> None:
 
     knit = torch.ops.knit
     want = found(knit.pack.default, knit.scatter_segments.default, knit.gather_segments.default)
-    assert [torch.equal(a, b) for a, b in zip(found(ops.pack, ops.scatter_segments, gather), want, strict=True)] == [
-        True
-    ] * len(want)
+    assert all(map(torch.equal, found(ops.pack, ops.scatter_segments, gather), want)) and len(want) == 6
 
 
 def test_half_precision_sums_do_not_depend_on_how_the_thread_treats_tiny_numbers() -> None:

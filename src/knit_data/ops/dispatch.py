@@ -53,7 +53,7 @@ def operator(
     arguments, and its ``gradient``: what to remember, and the backward, as for ``torch.library.register_autograd``.
 
     The function that it returns does the work itself where nothing is to be recorded, and has a node of its own for a
-    gradient: torch's dispatcher and its general node cost ten times as much as a tiny op.
+    gradient: torch's dispatcher and its general node cost several times as much as a tiny op.
     """
     torch.library.define(f"knit::{name}", schema, tags=UNSAFE_IN_GRAPHS)
     torch.library.impl(f"knit::{name}", _ANYWHERE, work)
